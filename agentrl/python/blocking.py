@@ -24,36 +24,40 @@ class Worker(Generic[T]):
     """A call on a separate thread, whose result or exception is returned to the caller.
 
     Args:
-        stop: asks the call to end; called when the waiting thread is interrupted, which then waits on.
+        abort: ends the call; called when the waiting thread is interrupted.
     """
 
-    def __init__(self, call: Callable[[], T], stop: Callable[[], None], name: str) -> None:
-        self._call, self._stop = call, stop
+    def __init__(self, call: Callable[[], T], abort: Callable[[], None], name: str) -> None:
+        self._call, self._abort = call, abort
         self._result: list[T] = []
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+        # Not Thread.join: if that is interrupted, the thread counts as ended from then on (CPython bpo-45274).
+        self._ended = threading.Event()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def result(self) -> T:
-        """Wait for the call. A first KeyboardInterrupt asks it to end, a second one is raised."""
+        """Wait for the call. A KeyboardInterrupt ends it, and is raised then; another one is raised at once."""
         try:
-            self._join()
+            self._wait()
         except KeyboardInterrupt:
-            self._stop()
-            self._join()
+            self._abort()
+            self._wait()
+            raise
         if self._error is not None:
             raise self._error
         return self._result[0]
 
-    def _join(self) -> None:
-        while self._thread.is_alive():
-            self._thread.join(0.2)  # an endless join cannot be interrupted on every platform
+    def _wait(self) -> None:
+        while not self._ended.wait(0.2):  # an endless wait cannot be interrupted on every platform
+            pass
 
     def _work(self) -> None:
         try:
             self._result.append(self._call())
         except BaseException as e:  # handed over
             self._error = e
+        finally:
+            self._ended.set()
 
 
 class _End:

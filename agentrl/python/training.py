@@ -14,7 +14,7 @@ from rich.console import Console
 from agentrl.config.run import RunConfig
 from agentrl.python.configure import configure
 from agentrl.reporting.report import Summary
-from agentrl.trainer.signals import StopRequest
+from agentrl.trainer.signals import POLL_S, StopRequest, stop_requested
 from agentrl.trainer.start_run import start_run
 
 RunSettings = RunConfig | Mapping[str, object] | str | os.PathLike[str]
@@ -51,9 +51,11 @@ async def train(
     call = partial(start_run, run_dir=folder, fresh=fresh, accept_code=accept_code, again="the same call")
     run = asyncio.create_task(asyncio.to_thread(call, ready, console=console, stop=stop))
     try:
-        return await asyncio.shield(run)
+        while not run.done():
+            await asyncio.wait({run}, timeout=POLL_S)  # an interrupt in Jupyter does not wake an idle loop
+        return run.result()
     except asyncio.CancelledError:
-        stop.by = "cancellation"
+        stop.ask("cancellation")
         while not run.done():  # a thread cannot be ended, and it holds the run folder
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({run})
@@ -86,7 +88,5 @@ def train_blocking(
     if not in_event_loop():
         return call()
 
-    def interrupt() -> None:
-        stop.by = "KeyboardInterrupt"
-
-    return Worker(call, interrupt, "agentrl-run").result()
+    with stop_requested(request=stop):
+        return Worker(call, lambda: stop.abort(), "agentrl-run").result()

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +48,9 @@ def make_display(name: str, *, again: str, console: Console | None = None) -> Di
         again: the command line that resumes the run.
         console: where to; standard output by default.
     """
-    console = console or SafeConsole()
+    if console is None:
+        notebook = SafeConsole().is_jupyter  # whose outputs are no terminal, and would be one for each line
+        console = SafeConsole(force_jupyter=False, force_terminal=False) if notebook else SafeConsole()
     live = console.is_terminal and not console.is_dumb_terminal
     return LiveDisplay(name, console, again=again) if live else PlainDisplay(console, again=again)
 
@@ -474,7 +477,12 @@ def _short(run: str) -> str:
 
 
 def quiet_transformers() -> None:
-    """No progress bars of transformers across ours: they would tear the display."""
-    from transformers.utils import logging
+    """No progress bars of transformers across ours: they would tear the display.
+
+    In a notebook, the first import of tqdm also asks for the widgets that its bars need.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "IProgress not found")
+        from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -117,6 +117,7 @@ def train_run(
 
 async def _train_run(setting: _Setting) -> Summary:
     config, store, reporter = setting.config, setting.store, setting.reporter
+    _let_abort(setting.stop)
     started = time.monotonic()
     reporter.within("reading tasks")
     earlier = store.read_summary()
@@ -151,6 +152,18 @@ async def _train_run(setting: _Setting) -> Summary:
     # Behind what the steps have drawn in this thread, which may still be at work.
     await asyncio.get_running_loop().run_in_executor(setting.disk_thread, write_curve, store.path)
     return summary
+
+
+def _let_abort(stop: StopRequest) -> None:
+    """Have `stop.abort` cancel this task."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def abort() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended in the meantime
+            loop.call_soon_threadsafe(task.cancel)
+
+    stop.abort = abort
 
 
 def _checked_content(config: RunConfig, store: RunStore, reporter: Reporter) -> Content:

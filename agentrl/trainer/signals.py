@@ -22,9 +22,19 @@ class StopRequest:
     def __init__(self) -> None:
         self.by: str | None = None
         """The received signal; None before."""
+        self.tell: Callable[[str], None] = lambda text: None
+        """Shows a sentence to the user."""
+        self.abort: Callable[[], None] = lambda: None
+        """Ends the run at once, from another thread than its own; set once it has an event loop."""
 
     def __bool__(self) -> bool:
         return self.by is not None
+
+    def ask(self, by: str, then: str = "") -> None:
+        """Ask the run to save and end, and say so: `by` is who asks, `then` what the user can do next."""
+        self.by = by
+        with contextlib.suppress(RuntimeError):  # a signal came while the same stream was being written
+            self.tell(f"{by}: saving after this step, then leaving{then}")
 
 
 class StoppedEarly(Exception):
@@ -62,13 +72,15 @@ def stop_requested(
     """Catch SIGINT and SIGTERM while the block runs; the earlier handlers come back after it.
 
     The first signal makes the yielded request true and calls `tell` with a sentence for the user. The second one
-    raises KeyboardInterrupt in the main thread. Outside of the main thread, signal handlers are not changed.
+    raises KeyboardInterrupt in the main thread. Outside of the main thread, signal handlers are not changed;
+    whoever made the request asks there.
 
     Args:
         tell: shows the sentence; runs inside the signal handler, so it must not wait for locks of other threads.
         request: becomes true; by default a new one.
     """
     request = StopRequest() if request is None else request
+    request.tell = tell
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
@@ -77,9 +89,7 @@ def stop_requested(
         name = signal.Signals(number).name
         if request.by is not None:
             raise KeyboardInterrupt(f"second {name}")
-        request.by = name
-        with contextlib.suppress(RuntimeError):  # the signal came while the same stream was being written
-            tell(f"{name}: saving after this step, then leaving; once more to abort now")
+        request.ask(name, "; once more to abort now")
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -62,9 +62,10 @@ def start_run(
         display.within("importing torch")  # many seconds on a cold disk
         try:
             from agentrl.reporting.display import quiet_transformers
-            from agentrl.trainer.run import train_run
 
             quiet_transformers()
+            from agentrl.trainer.run import train_run
+
             summary = train_run(config, store, display, stop, accept_code=accept_code)
         except AgentRLError:
             store.discard()

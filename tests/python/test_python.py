@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -91,6 +94,61 @@ def test_a_cancelled_run_saves_its_step_and_the_same_call_resumes_it():
     assert 0 < done < 50
     assert list(Path("runs/cut/checkpoints").glob("step-*"))
     assert not [t for t in threading.enumerate() if t.name.startswith("agentrl-run")]
+
+
+@pytest.mark.timeout(60)
+def test_a_cancellation_that_does_not_wake_the_loop_is_seen():
+    """As an interrupt in Jupyter: its signal handler calls the idle loop without waking it."""
+
+    async def cut() -> None:
+        run = asyncio.create_task(agentrl.train(SMALL | {"name": "cut", "steps": 500}))
+
+        def cancel() -> None:
+            while not any(line["step"] for line in read_metrics(Path("runs/cut"))):
+                time.sleep(0.01)
+            run.cancel()
+
+        threading.Thread(target=cancel).start()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+
+    asyncio.run(cut())
+    assert 0 < read_metrics(Path("runs/cut"))[-1]["step"] < 500
+
+
+class Interrupting:
+    """A logger that interrupts the process after the first step, `times` times."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def start(self, run: RunInfo) -> None: ...
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        for _ in range(self.times if step == 1 else 0):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+
+    def episodes(self, step: int, rows: Sequence[SampleEpisode]) -> None: ...
+
+    def finish(self, summary: Mapping[str, object]) -> None: ...
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_inside_a_loop_saves_and_returns_and_a_second_one_aborts():
+    before = signal.getsignal(signal.SIGINT)
+
+    async def cell(times: int) -> Any:
+        config = SMALL | {"name": f"cell-{times}", "steps": 500, "loggers": [Interrupting(times)]}
+        return agentrl.train_blocking(config)
+
+    assert not asyncio.run(cell(1)).finished
+    assert list(Path("runs/cell-1/checkpoints").glob("step-*"))
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(cell(2))
+    assert not [t for t in threading.enumerate() if t.name == "agentrl-run"], "the folder is free again"
+    assert read_metrics(Path("runs/cell-2"))[-1]["step"] < 500
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.timeout(90)

@@ -49,6 +49,10 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path):
     client.execute()
     last = notebook.cells[-1].outputs[-1]["data"]["text/plain"]
     assert last.startswith("[(0,")
+    (cell,) = (cell for cell in notebook.cells if "await agentrl.train(" in cell.source)
+    kinds = [each["output_type"] for each in cell.outputs]
+    assert set(kinds) == {"stream", "execute_result"}, "no output for each line"
+    assert not any("\x1b" in each.get("text", "") for each in cell.outputs), "a cell is no terminal"
     assert (tmp_path / "runs/adder-1/summary.json").is_file()
 
 
