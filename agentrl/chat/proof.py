@@ -8,7 +8,7 @@ appends cannot be derived (the template cannot be used as it stands).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
@@ -213,8 +213,22 @@ class Proof:
 def prove(renderer: Renderer, conversations: Iterable[ProbeConversation] | None = None) -> Proof:
     """Compare transcript and template over `conversations` (by default one of every shape, with two seeds).
 
-    By default, also set `renderer.appends_only`.
+    By default, also set `renderer.appends_only`, and reuse the proof of an equal renderer of this process.
     """
+    if conversations is not None:
+        return _compare_all(renderer, conversations)
+    identity = renderer.identity
+    proof = _proofs.get(identity) or _compare_all(renderer)
+    if identity is not None:
+        _proofs[identity] = proof
+    renderer.appends_only = not proof.rewrites
+    return proof
+
+
+_proofs: dict[Hashable, Proof] = {}
+
+
+def _compare_all(renderer: Renderer, conversations: Iterable[ProbeConversation] | None = None) -> Proof:
     given = list(conversations) if conversations is not None else [*shapes(0), *shapes(1)]
     if conversations is None and renderer.one_of_two:  # the plain ones show each of the two
         given += [
@@ -234,7 +248,7 @@ def prove(renderer: Renderer, conversations: Iterable[ProbeConversation] | None 
             findings.append(replace(finding, tools=bool(conversation.tools)))
     shows_tools = renderer.habits.needs_tools or _shows_tools(renderer)
     by = f"the parser {renderer.parser.name}" + (" (model.parser)" if renderer.chosen else " (model.parser: auto)")
-    proof = Proof(
+    return Proof(
         len(given),
         turns,
         tuple(findings),
@@ -245,9 +259,6 @@ def prove(renderer: Renderer, conversations: Iterable[ProbeConversation] | None 
         frozenset(rendered),
         renderer.one_of_two,
     )
-    if conversations is None:
-        renderer.appends_only = not proof.rewrites
-    return proof
 
 
 def _shows_tools(renderer: Renderer) -> bool:

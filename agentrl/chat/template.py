@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -188,6 +188,13 @@ class Renderer:
     def options(self) -> frozenset[str]:
         """The variables of the template that its user may set, such as `enable_thinking`."""
         return variables_of(self.template) - _OURS - frozenset(self.vocabulary.special_tokens)
+
+    @property
+    def identity(self) -> Hashable | None:
+        """Equal for renderers that do the same; None if the tokenizer has no file, or the parser is the user's."""
+        if not self._digest or not type(self.parser).__module__.startswith("agentrl."):
+            return None
+        return self.hash, self.chosen, tuple(self.vocabulary.control.items()), self._eos_ids
 
     def with_options(self, options: Mapping[str, object]) -> Renderer:
         """Return a renderer that differs in these variables; control tokens in their text are shielded.

@@ -7,7 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from agentrl.env.permutation import Permutation
 from agentrl.types import Task
+
+MOST_SHUFFLED = 1 << 17
+"""The order of more tasks is computed position by position: shuffling a million takes most of a second."""
 
 
 @dataclass
@@ -30,7 +34,7 @@ class TaskSampler:
     floor: float = 0.1
     _drawn: int = 0
     _results: dict[int, list[float]] = field(default_factory=dict)
-    _permutation: tuple[int, list[int]] | None = None
+    _permutation: tuple[int, Permutation | list[int]] | None = None
 
     def __post_init__(self) -> None:
         if not len(self.tasks):
@@ -96,10 +100,12 @@ class TaskSampler:
             if rng.random() <= self.weight(position):
                 return position
 
-    def _shuffled(self, lap: int) -> list[int]:
+    def _shuffled(self, lap: int) -> Permutation | list[int]:
         if self._permutation is None or self._permutation[0] != lap:
-            order = list(range(len(self.tasks)))
-            random.Random(f"{self.seed}/lap/{lap}").shuffle(order)
+            size, key = len(self.tasks), f"{self.seed}/lap/{lap}"
+            order: Permutation | list[int] = Permutation(size, key) if size > MOST_SHUFFLED else list(range(size))
+            if isinstance(order, list):
+                random.Random(key).shuffle(order)
             self._permutation = (lap, order)
         return self._permutation[1]
 

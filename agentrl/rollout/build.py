@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +10,11 @@ from agentrl.chat.template import Renderer
 from agentrl.chat.token_check import TokenCheckBudget
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
+from agentrl.engine.fork_server import fork_server
 from agentrl.env.env import Env
 from agentrl.env.images import refuse_images
 from agentrl.errors import ConfigError
+from agentrl.gpu import may_have_gpu
 from agentrl.rollout.compaction import Compaction
 from agentrl.rollout.episode import Player, TokenCheck
 from agentrl.rollout.limits import EpisodeLimits
@@ -35,9 +38,7 @@ async def make_engine(config: RunConfig, directory: Path, *, trains: bool = Fals
     """
     from agentrl.engine.open import open_engine
 
-    # An agent may request grammars and alternatives, which need a streaming engine.
-    episodes = 0 if config.agent is not None else config.rollout.groups_per_step * config.rollout.group_size
-    processes = min(episodes // EPISODES_PER_PROCESS, MOST_PROCESSES)
+    processes = _engine_processes(config)
     lora = config.learner.lora if trains else None
     routes = trains and config.learner.replay_routes
     engine = await open_engine(config.engine, directory, lora, processes=processes, ray=config.ray, routes=routes)
@@ -54,6 +55,21 @@ async def make_engine(config: RunConfig, directory: Path, *, trains: bool = Fals
             "can evaluate and serve a policy but not train one"
         )
     return engine
+
+
+def expect_engine(config: RunConfig) -> None:
+    """Start what the run's engine will be forked from, if it gets processes; see `agentrl.engine.fork_server`."""
+    on_cpu = config.engine.device == "cpu" or (config.engine.device == "auto" and not may_have_gpu())
+    forks = not multiprocessing.current_process().daemon
+    if config.engine.kind == "local" and on_cpu and forks and _engine_processes(config):
+        fork_server()
+
+
+def _engine_processes(config: RunConfig) -> int:
+    """Processes of a local engine on a CPU; 0 for a thread."""
+    # An agent may request grammars and alternatives, which need a streaming engine.
+    episodes = 0 if config.agent is not None else config.rollout.groups_per_step * config.rollout.group_size
+    return min(episodes // EPISODES_PER_PROCESS, MOST_PROCESSES)
 
 
 def make_player(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +43,9 @@ class Content:
         return self.parts or {"": self}
 
     @property
-    def all_held_out(self) -> Iterator[Task]:
-        """The tasks of every held-out set of this env."""
-        return chain(self.held_out_tasks, *self.eval_sets.values())
+    def held_out_sets(self) -> Sequence[Sequence[Task]]:
+        """Every held-out set of this env."""
+        return self.held_out_tasks, *self.eval_sets.values()
 
 
 def load_content(config: RunConfig) -> Content:
@@ -119,9 +118,7 @@ def _eval_set(env_class: type[Env], config: RunConfig, name: str, held_out: Sequ
 def check_held_out(config: RunConfig, content: Content) -> None:
     """Evaluation settings require tasks. Raises ConfigError if there are none."""
     default = type(config.eval)()
-    held_out = any(
-        len(tasks) for c in content.by_env.values() for tasks in (c.held_out_tasks, *c.eval_sets.values())
-    )
+    held_out = any(len(tasks) for c in content.by_env.values() for tasks in c.held_out_sets)
     for key in ("every", "tasks"):
         value = getattr(config.eval, key)
         if not held_out and value != getattr(default, key):

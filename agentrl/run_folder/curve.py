@@ -35,7 +35,10 @@ def write_curve(run: Path) -> Path | None:
         return None
 
     num_panels = has_solved + bool(names)
-    figure = Figure(figsize=(7.0, 1.2 + 2.4 * num_panels), dpi=120, layout="constrained")
+    height = 1.2 + 2.4 * num_panels
+    figure = Figure(figsize=(7.0, height), dpi=120)
+    # Labels have the same size in every run, and a layout engine would draw everything twice.
+    figure.subplots_adjust(left=0.08, right=0.98, bottom=0.5 / height, top=1 - 0.35 / height, hspace=0.15)
     FigureCanvasAgg(figure)
     axes: list[Axes] = list(figure.subplots(num_panels, 1, sharex=True, squeeze=False)[:, 0])
     if has_solved:
@@ -44,7 +47,7 @@ def write_curve(run: Path) -> Path | None:
         steps, values = _series(lines, name)
         axes[-1].plot(steps, values, label=name.removeprefix("reward/") if name != "reward" else "total", lw=1.4)
     if names:
-        axes[-1].set_ylabel("mean reward")
+        axes[-1].set_title("mean reward", loc="left", fontsize=9)
         axes[-1].legend(frameon=False, fontsize=8)
     axes[-1].set_xlabel("step")
     axes[0].set_title(run.name)
@@ -78,7 +81,7 @@ def _draw_solved(panel: Axes, lines: Sequence[Mapping[str, float]]) -> None:
     if steps:
         panel.plot(steps, values, "o--", color="tab:blue", lw=1, ms=5, label="held-out tasks")
     panel.set_ylim(-0.02, 1.02)
-    panel.set_ylabel("solved")
+    panel.set_title("solved", loc="left", fontsize=9)
     panel.legend(frameon=False, fontsize=8, loc="lower right")
 
 

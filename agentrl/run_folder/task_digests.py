@@ -12,8 +12,8 @@ from typing import Any
 from agentrl.types import Task
 
 TASKS_FILE = "tasks.json"
-MOST = 20_000
-"""Tasks of each split that are recorded."""
+MOST, MOST_GENERATED = 20_000, 4_000
+"""Tasks of each split that are recorded: of all envs, and of each env that generates its tasks."""
 
 
 _NUMBERING = re.compile(r"(.*[_-])?(id|idx|index|uid|uuid|guid)|split", re.IGNORECASE)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 
 from agentrl.config.run import RunConfig
+from agentrl.env.tasks import is_generated
 from agentrl.errors import ConfigError
 from agentrl.rollout.code_record import CodeRecord, code_changes, code_of, row_changes
 from agentrl.rollout.content import Content
@@ -17,7 +19,8 @@ from agentrl.run_folder.env_views import VIEWS, view_name
 from agentrl.run_folder.files import read_bounded
 from agentrl.run_folder.history import add_history
 from agentrl.run_folder.store import CODE_FILE, RunStore
-from agentrl.run_folder.task_digests import TASKS_FILE, task_digests
+from agentrl.run_folder.task_digests import MOST_GENERATED, TASKS_FILE, task_digests
+from agentrl.types import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +106,15 @@ def _keep(store: RunStore, code: CodeRecord, step: int) -> None:
 
 
 def _digests(content: Content) -> bytes:
-    train = (task for part in content.by_env.values() for task in part.train_tasks)
-    held_out = (task for part in content.by_env.values() for task in part.all_held_out)
-    return task_digests(train, held_out)
+    parts = content.by_env.values()
+    train = (part.train_tasks for part in parts)
+    held_out = (tasks for part in parts for tasks in part.held_out_sets)
+    return task_digests(*(chain.from_iterable(map(_recorded, sets)) for sets in (train, held_out)))
+
+
+def _recorded(tasks: Sequence[Task]) -> Iterator[Task]:
+    """The first ones, if they are generated: their code is recorded, too."""
+    return islice(tasks, MOST_GENERATED if is_generated(tasks) else None)
 
 
 def _read_digests(path: Path) -> Mapping[str, Sequence[str]]:

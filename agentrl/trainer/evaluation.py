@@ -55,7 +55,9 @@ async def make_evaluation(parts: EvaluationParts, make: MakePlayer, stack: Async
         ConfigError: see `make_engine`; also if the run has no second engine for an evaluation in the background.
     """
     config = parts.config
-    if not config.eval.background or not any(any(c.all_held_out) for c in parts.content.by_env.values()):
+    if not config.eval.background or not any(
+        len(tasks) for c in parts.content.by_env.values() for tasks in c.held_out_sets
+    ):
         return HeldOut(_sets(parts, make), parts.reporter, parts.in_step)
     parts.reporter.within("starting the engine for evaluations")
     server = config.engine.server.model_copy(update={"replicas": 1})

@@ -61,6 +61,9 @@ def start_run(
         display.phase("start")
         display.within("importing torch")  # many seconds on a cold disk
         try:
+            from agentrl.rollout.build import expect_engine
+
+            expect_engine(config)
             from agentrl.reporting.display import quiet_transformers
 
             quiet_transformers()

@@ -40,6 +40,21 @@ def test_what_each_family_appends_is_derived(family: Family, tmp_path: Path):
     proof.require(tools=True)
 
 
+def test_equal_renderers_share_a_proof_and_others_do_not(tmp_path: Path):
+    folder = make(tmp_path, CHATML_TEMPLATE, CHATML_SPECIAL)
+    one, other = Renderer.from_directory(folder), Renderer.from_directory(folder)
+    proof = prove(one)
+    assert prove(other) is proof
+    assert one.appends_only
+    assert other.appends_only
+    (folder / "chat_template.jinja").write_text(DROPS_THINKING)
+    changed = Renderer.from_directory(folder)
+    assert prove(changed) is not proof
+    assert not changed.appends_only
+    chosen = Renderer.from_directory(folder, template="chatml", parser=one.parser.name)
+    assert "(model.parser)" in str(prove(chosen)), "what the proof says of the parser"
+
+
 def test_the_shapes_are_all_there():
     names = " ".join(c.shape for c in shapes(0))
     for word in ("system", "tools", "parallel", "empty content", "unicode", "thinking", "error", "long", "users"):

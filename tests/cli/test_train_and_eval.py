@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -28,9 +30,31 @@ eval: {tasks: 3}
 """
 
 
-def agentrl(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "-m", "agentrl", *map(str, words)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+@dataclass
+class Done:
+    """A command that has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def agentrl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
+    """Run a command in this process, which has imported PyTorch already."""
+
+    def run(*words: str | Path, cwd: Path) -> Done:
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr("sys.argv", ["agentrl", *map(str, words)])
+        capsys.readouterr()
+        code = 0
+        try:
+            main(list(map(str, words)))
+        except SystemExit as left:
+            code = int(left.code or 0)
+        return Done(code, *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +62,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tools.yaml and its finished run of two steps."""
     folder = tmp_path_factory.mktemp("calc")
     (folder / "tools.yaml").write_text(YAML)
-    result = agentrl("train", "tools.yaml", cwd=folder)
+    command = [sys.executable, "-W", "error", "-m", "agentrl", "train", "tools.yaml"]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     (folder / "out.txt").write_text(result.stdout + "\n---\n" + result.stderr)
     return folder
@@ -66,7 +91,9 @@ def test_training_says_its_steps_and_leaves_its_folder(trained: Path):
     assert f"agentrl eval runs/{run.name}" in out
 
 
-def test_the_same_command_goes_on_and_another_configuration_is_refused(trained: Path):
+def test_the_same_command_goes_on_and_another_configuration_is_refused(
+    agentrl: Callable[..., Done], trained: Path
+):
     again = agentrl("train", "tools.yaml", cwd=trained)
     assert again.returncode == 0, again.stderr
     assert "note: resumes the run in" in again.stdout
@@ -78,7 +105,9 @@ def test_the_same_command_goes_on_and_another_configuration_is_refused(trained: 
     assert "--fresh" in other.stderr
 
 
-def test_prompts_without_room_are_refused_before_the_first_step_and_leave_no_folder(tmp_path: Path):
+def test_prompts_without_room_are_refused_before_the_first_step_and_leave_no_folder(
+    agentrl: Callable[..., Done], tmp_path: Path
+):
     (tmp_path / "tools.yaml").write_text(YAML)
     refused = agentrl("train", "tools.yaml", "--set", "rollout.token_budget=20", cwd=tmp_path)
     assert refused.returncode == 2
@@ -119,7 +148,9 @@ def test_without_its_packages_a_command_names_the_extra_in_one_line(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_stopped_run_goes_on_where_it_stopped(tmp_path: Path, number: signal.Signals):
+def test_a_stopped_run_goes_on_where_it_stopped(
+    agentrl: Callable[..., Done], tmp_path: Path, number: signal.Signals
+):
     """Ctrl-C and SIGTERM save and leave; after kill -9 the last checkpoint counts. No step is written twice."""
     (tmp_path / "tools.yaml").write_text(YAML.replace("steps: 2", "steps: 400") + "checkpoint: {every: 2}\n")
     command = [sys.executable, "-m", "agentrl", "train", "tools.yaml"]
@@ -143,19 +174,14 @@ def test_a_stopped_run_goes_on_where_it_stopped(tmp_path: Path, number: signal.S
 
     saved = find_checkpoint(run).step
     assert 2 <= saved < 400
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as training:
-        assert training.stdout is not None
-        first = next(line for line in training.stdout if line.startswith("train "))
-        assert first.startswith((f"train: resumes after {saved}/400", f"train {saved + 1}/400"))
-        next(line for line in training.stdout if line.startswith(f"train {saved + 2}/"))
-        training.terminate()
-        training.stdout.read()
-    steps = [line["step"] for line in read_metrics(run)]
-    assert steps == list(range(len(steps)))  # 0 is the evaluation before training
-    assert len(steps) > saved + 2
+    steps = saved + 3
+    again = agentrl("train", "tools.yaml", "--set", f"steps={steps}", cwd=tmp_path)
+    first = next(line for line in again.stdout.splitlines() if line.startswith("train "))
+    assert first.startswith((f"train: resumes after {saved}/{steps}", f"train {saved + 1}/{steps}"))
+    assert [line["step"] for line in read_metrics(run)] == list(range(steps + 1))  # 0: before training
 
 
-def test_eval_plays_a_run_a_checkpoint_and_a_bare_model(trained: Path):
+def test_eval_plays_a_run_a_checkpoint_and_a_bare_model(agentrl: Callable[..., Done], trained: Path):
     run = next((trained / "runs").iterdir())
     result = agentrl("eval", run, "--split", "train", "--out", "e", cwd=trained)
     assert result.returncode == 0, result.stderr
@@ -178,7 +204,7 @@ def test_eval_plays_a_run_a_checkpoint_and_a_bare_model(trained: Path):
     assert "eval/g0/e0" in shown.stdout
 
 
-def test_prompts_that_leave_no_room_are_left_out_as_in_training(trained: Path):
+def test_prompts_that_leave_no_room_are_left_out_as_in_training(agentrl: Callable[..., Done], trained: Path):
     run = next((trained / "runs").iterdir())
     tight = ("--set", "data.overlong_prompts=drop", "--set", "rollout.token_budget=185")
     result = agentrl("eval", run, "--tasks", "12", "--out", "g", *tight, cwd=trained)

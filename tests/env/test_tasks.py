@@ -1,11 +1,13 @@
 import json
 import sys
+from itertools import pairwise
 
 import pytest
 
 from agentrl.env import ToolEnv, reward, tool
-from agentrl.env.curriculum import TaskSampler, has_signal
+from agentrl.env.curriculum import MOST_SHUFFLED, TaskSampler, has_signal
 from agentrl.env.load import drop_overlong
+from agentrl.env.permutation import Permutation
 from agentrl.env.rows import load_rows
 from agentrl.env.tasks import generated
 from agentrl.errors import ConfigError
@@ -78,6 +80,36 @@ def test_each_round_of_a_shuffle_has_every_task_once():
     first, second = ([p for p, _ in sampler.take(10)] for _ in range(2))
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 1000, 4097])
+def test_a_permutation_has_every_number_once(size):
+    orders = [[Permutation(size, key)[n] for n in range(size)] for key in ("a", "b", "a")]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(size))
+    assert orders[0] == orders[2]
+    assert size < 5 or orders[0] != orders[1]
+    with pytest.raises(IndexError, match=f"index {size} of {size}"):
+        Permutation(size, "a")[size]
+
+
+def test_a_permutation_spreads_its_numbers():
+    order = Permutation(1_000_003, "a")
+    found = [order[n] for n in range(4_000)]
+    assert max(found) > 990_000
+    tenths = [sum(n // 100_001 == tenth for n in found) for tenth in range(10)]
+    assert all(320 < count < 480 for count in tenths), "four standard errors"
+    steps = {b - a for a, b in pairwise(found)}
+    assert len(steps) > 3_900, "neighbours are not moved alike"
+
+
+def test_a_shuffle_of_very_many_tasks_needs_no_table():
+    size = 3 * MOST_SHUFFLED
+    sampler = TaskSampler(range(size), 1, "shuffled")
+    first = [p for p, _ in sampler.take(1000)]
+    assert len(set(first)) == 1000
+    assert first != sorted(first)
+    sampler.restore({"drawn": size, "results": {}})
+    assert [p for p, _ in sampler.take(1000)] != first, "each pass has its own order"
 
 
 def test_tasks_of_middling_difficulty_come_more_often():

@@ -90,6 +90,7 @@ def same_curve(folder: Path, ranks: int) -> dict[str, object]:
         "after": after,
         "gaps_after": [gap(one, resumed), gap(one, spread)],
     }
+    found |= bad_gradient(spread) | killed(spread)
     spread.close()
     return found
 
@@ -162,6 +163,7 @@ def handed_over(saved: Path, folder: Path, ranks: int, critic: CriticConfig | No
 
 def apart(folder: Path, ranks: int) -> dict[str, object]:
     """PPO with reference and critic on ranks of their own, beside one process that has them all."""
+    nowhere = no_cluster(folder)
     connect(import_ray("the test"), None, cpus=ranks + 2)
     one, many = ppo(folder, 1), ppo(folder, ranks, reference=1, critic=1)
     curves, gaps = [take(one, 0, 3), take(many, 0, 3)], [gap(one, many)]
@@ -190,7 +192,7 @@ def apart(folder: Path, ranks: int) -> dict[str, object]:
     found = {"curves": curves, "gaps": gaps, "held": held, "wanted": wanted, "after": after, "double": double}
     found |= {"double_gap": gap(plain, placed), "said": said, "victim": victim}
     placed.close()
-    return found
+    return found | {"refused": [nowhere, *bad_input(folder, ranks)]}
 
 
 def ppo(
@@ -258,10 +260,22 @@ def doubled() -> Iterator[None]:
         setattr(module, name, load)
 
 
-def a_rank_dies(folder: Path, ranks: int) -> dict[str, object]:
-    """Killed between two steps, as the kernel would."""
-    many = learner(folder, ranks)
+def bad_gradient(many: DirectLearner) -> dict[str, object]:
+    """A gradient that is not finite is one error, and changes no weights."""
+    before = {name: value.clone() for name, value in many.weights().items()}
+    batch = make_batch(0)
+    said = ""
+    try:
+        many.step([replace(s, advantages=(float("nan"),) * len(s.ids)) for s in batch])
+    except Exception as e:
+        said = f"{type(e).__name__}: {e}"
+    kept = all(torch.equal(value, before[name]) for name, value in many.weights().items())
     steps(many, 0, 1)
+    return {"gradient": said, "kept": kept}
+
+
+def killed(many: DirectLearner) -> dict[str, object]:
+    """The last rank is killed between two steps, as the kernel would."""
     victim = process_of(many.learner._policy)
     os.kill(victim, signal.SIGKILL)
     said = []
@@ -270,38 +284,28 @@ def a_rank_dies(folder: Path, ranks: int) -> dict[str, object]:
             steps(many, 1, 2)
         except WorkerLost as e:
             said.append(str(e))
-    many.close()
-    return {"said": said, "victim": victim}
+    return {"after_kill": said, "victim": victim}
 
 
-def bad_input(folder: Path, ranks: int) -> dict[str, object]:
-    """What the user can get wrong, and a gradient that is not finite."""
+def bad_input(folder: Path, ranks: int) -> list[str]:
+    """What the user can get wrong."""
     said = []
     offload = {"device": "auto", "cpu_offload": True}
-    cases = (
-        ({"ray": "127.0.0.1:1"}, "policy"),
-        ({"device": "cuda"}, "policy"),
-        (offload, "policy"),
-        ({}, "nowhere"),
-    )
-    for number, (config, policy) in enumerate(cases):
-        if number == 1:  # one cluster for the rest
-            connect(import_ray("the test"), None, cpus=ranks)
+    for config, policy in (({"device": "cuda"}, "policy"), (offload, "policy"), ({}, "nowhere")):
         try:
             learner(folder, ranks, policy=policy, **config)
         except Exception as e:
             said.append(f"{type(e).__name__}: {e}")
-    many = learner(folder, ranks)
-    before = {name: value.clone() for name, value in many.weights().items()}
-    batch = make_batch(0)
+    return said
+
+
+def no_cluster(folder: Path) -> str:
+    """A Ray address where nothing is."""
     try:
-        many.step([replace(s, advantages=(float("nan"),) * len(s.ids)) for s in batch])
+        learner(folder, 2, ray="127.0.0.1:1")
     except Exception as e:
-        said.append(f"{type(e).__name__}: {e}")
-    kept = all(torch.equal(value, before[name]) for name, value in many.weights().items())
-    steps(many, 0, 1)
-    many.close()
-    return {"said": said, "kept": kept}
+        return f"{type(e).__name__}: {e}"
+    return ""
 
 
 if __name__ == "__main__":
@@ -310,8 +314,6 @@ if __name__ == "__main__":
     write_model(folder / "reference", seed=1)
     scenarios = {
         "same_curve": same_curve,
-        "a_rank_dies": a_rank_dies,
-        "bad_input": bad_input,
         "two_nodes": two_nodes,
         "apart": apart,
     }

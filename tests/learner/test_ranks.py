@@ -33,10 +33,20 @@ def program(scenario: str, folder: Path, ranks: int, timeout_s: float) -> dict[s
     return found
 
 
+@pytest.fixture(scope="module")
+def same_curve(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return program("same_curve", tmp_path_factory.mktemp("same_curve"), 3, 850)
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return program("apart", tmp_path_factory.mktemp("apart"), 2, 850)
+
+
 @pytest.mark.timeout(900)
-def test_ranks_are_one_process(tmp_path: Path):
+def test_ranks_are_one_process(same_curve: dict[str, Any]):
     """Uneven micro-batches, two updates a step, KL penalty, checkpointed activations, tied weights."""
-    found = program("same_curve", tmp_path, 4, 850)
+    found = same_curve
     assert found["gap"] < 1e-5
     assert found["losses"][1] == pytest.approx(found["losses"][0], rel=1e-5)
     one, many = found["probes"]
@@ -49,9 +59,9 @@ def test_ranks_are_one_process(tmp_path: Path):
 
 
 @pytest.mark.timeout(900)
-def test_reference_and_critic_on_ranks_of_their_own_are_one_process(tmp_path: Path):
+def test_reference_and_critic_on_ranks_of_their_own_are_one_process(apart: dict[str, Any]):
     """PPO, two updates a step; checkpoints go on in one process, and on other ranks."""
-    found = program("apart", tmp_path, 2, 850)
+    found = apart
     assert found["held"] == {"learner": 2, "reference": 1, "critic": 1}
     assert max(found["gaps"]) < 1e-6
     assert_same(*found["curves"])
@@ -87,25 +97,27 @@ def assert_same(wanted: list[dict[str, float]], found: list[dict[str, float]]) -
         assert other == pytest.approx(one, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.timeout(600)
-def test_a_rank_that_dies_is_named_and_ends_the_learner(tmp_path: Path):
-    found = program("a_rank_dies", tmp_path, 2, 550)
-    first, second = found["said"]
-    assert first.startswith(f"learner rank 1 of 2 (process {found['victim']} on ")
+@pytest.mark.timeout(900)
+def test_a_rank_that_dies_is_named_and_ends_the_learner(same_curve: dict[str, Any]):
+    first, second = same_curve["after_kill"]
+    assert first.startswith(f"learner rank 2 of 3 (process {same_curve['victim']} on ")
     assert "run the same command again to resume" in first
     assert second == "the ranks of the learner have ended; run the same command again to resume"
 
 
-@pytest.mark.timeout(600)
-def test_bad_input_is_one_error_and_ranks_survive_a_bad_gradient(tmp_path: Path):
-    found = program("bad_input", tmp_path, 2, 550)
-    cluster, gpus, offload, nowhere, gradient = found["said"]
-    assert offload.startswith("ConfigError: learner.cpu_offload has no effect on the CPU")
+@pytest.mark.timeout(900)
+def test_ranks_survive_a_bad_gradient(same_curve: dict[str, Any]):
+    assert same_curve["gradient"].startswith("AgentRLError: step 9: the gradient is nan; lower optim.lr (0.001)")
+    assert same_curve["kept"]
+
+
+@pytest.mark.timeout(900)
+def test_bad_input_is_one_error(apart: dict[str, Any]):
+    cluster, gpus, offload, nowhere = apart["refused"]
+    assert cluster.startswith("ConfigError: ray '127.0.0.1:1': no Ray cluster answers there")
     assert (
         gpus == "ConfigError: learner.ranks is 2, but the Ray cluster has 0 GPUs: use fewer ranks, or more nodes"
     )
+    assert offload.startswith("ConfigError: learner.cpu_offload has no effect on the CPU")
     assert nowhere.startswith("ConfigError: learner rank 0 on ")
     assert "sees no model in" in nowhere
-    assert cluster.startswith("ConfigError: ray '127.0.0.1:1': no Ray cluster answers there")
-    assert gradient.startswith("AgentRLError: step 1: the gradient is nan; lower optim.lr (0.001)")
-    assert found["kept"]

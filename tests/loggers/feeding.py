@@ -39,10 +39,10 @@ def main() -> None:
         played = [Episode(f"e{n}", task, messages, (), (), StopReason.ANSWERED, float(n)) for n in range(9)]
         feed.episodes(step, played)
     if "--die" in sys.argv:
-        worker = feed._workers[0]
-        worker._last = True
-        worker.put(lambda: None)
-        worker.thread.join(90)  # it has taken every call; nothing was finished
+        [worker] = feed._workers
+        worker.end(lambda: None, time.monotonic() + 90)  # it has taken every call; nothing was finished
+        if worker.thread.is_alive():
+            raise SystemExit("the logger is stuck")
         time.sleep(3 if name == "trackio" else 0)  # it writes every half second
         os.kill(os.getpid(), signal.SIGKILL)
     feed.finish({"steps": last, "held_out_after": 0.5})

@@ -12,8 +12,9 @@ import pytest
 
 from agentrl.config.run import RunConfig
 from agentrl.importing import name_object
-from agentrl.rollout.code_record import CodeRecord, code_changes, code_of
+from agentrl.rollout.code_record import CodeRecord, code_changes, code_of, row_changes
 from agentrl.rollout.content import load_content
+from agentrl.run_folder.task_digests import MOST, MOST_GENERATED
 from tests.trainer.test_changed_runs import ENV
 from tests.trainer.test_mixture import TINY
 
@@ -143,3 +144,13 @@ def test_tools_and_rewards_of_a_composed_env_count(project: Path):
     edited("tools.py", "return key", "return 'no'")(project)
     after = record(composed, data=data, eval={"every": 0, "before_training": False})
     assert code_changes(before, after) == ["rewards.py: short changed", "tools.py: look changed"]
+
+
+def test_a_record_of_more_generated_tasks_says_nothing_about_their_number():
+    tasks = [str(n) for n in range(MOST)]
+    earlier, fewer = {"train": tasks}, {"train": tasks[:MOST_GENERATED]}
+    assert row_changes(earlier, fewer) == []
+    assert row_changes(earlier, {"train": tasks[: MOST_GENERATED - 1]}) == ["train tasks: 20000 -> 3999"]
+    assert row_changes(fewer, {"train": ["x", *tasks[1:MOST_GENERATED]]}) == [
+        "train tasks: 1 differ (numbers 0, counted from 0)"
+    ]

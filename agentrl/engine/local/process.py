@@ -31,6 +31,7 @@ from torch import Tensor
 
 from agentrl.engine.base import Engine, EngineCapabilities
 from agentrl.engine.checks import check_prompt, check_sampling
+from agentrl.engine.fork_server import fork_server
 from agentrl.engine.local.local_engine import Bounds, EngineCore, run_all
 from agentrl.engine.local.slots import BatchRequest, IntArray
 from agentrl.errors import AgentRLError, EngineError
@@ -267,9 +268,7 @@ def _bytes(tensor: Tensor) -> bytes:
 def _launch(
     path: str, options: Mapping[str, Any]
 ) -> tuple[multiprocessing.process.BaseProcess, Connection, Ready]:
-    # A server that has imported torch forks the engines: it has no threads, and further engines start immediately.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = fork_server()
     here, there = context.Pipe()
     process = context.Process(target=_main, args=(there, path, dict(options)), name="agentrl-engine", daemon=True)
     with _starting, _no_main():

@@ -1,0 +1,27 @@
+"""The server that forks the processes of the local engine.
+
+It imports PyTorch and transformers once, has no threads, and forks each engine at once. A run starts it before it
+imports them itself: each import takes seconds, and the two run at the same time.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
+
+
+def fork_server() -> ForkServerContext:
+    """Start the server unless it is running, without waiting for its imports; returns the context that uses it.
+
+    The server inherits that SIGINT and SIGTERM are blocked: they are meant for the run.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["agentrl.engine.local.process"])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return context
