@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from asyncio import CancelledError
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -16,6 +17,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError
 from agentrl.reporting.display import make_display
 from agentrl.reporting.report import Reporter, Summary
+from agentrl.run_folder.checkpoints import steps_saved
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer.signals import StopRequest
 
@@ -72,6 +74,10 @@ def start_run(
             summary = train_run(config, store, display, stop, accept_code=accept_code)
         except AgentRLError:
             store.discard()
+            raise
+        except (KeyboardInterrupt, CancelledError):
+            step = max(steps_saved(store.path / "checkpoints"), default=0)
+            display.note(f"aborted; {again} " + (f"resumes after step {step}" if step else "starts it again"))
             raise
         display.done(summary)
     return summary

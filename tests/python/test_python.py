@@ -135,7 +135,7 @@ class Interrupting:
 
 
 @pytest.mark.timeout(60)
-def test_an_interrupt_inside_a_loop_saves_and_returns_and_a_second_one_aborts():
+def test_an_interrupt_inside_a_loop_saves_and_returns_and_a_second_one_aborts(capsys: pytest.CaptureFixture[str]):
     before = signal.getsignal(signal.SIGINT)
 
     async def cell(times: int) -> Any:
@@ -148,6 +148,7 @@ def test_an_interrupt_inside_a_loop_saves_and_returns_and_a_second_one_aborts():
         asyncio.run(cell(2))
     assert not [t for t in threading.enumerate() if t.name == "agentrl-run"], "the folder is free again"
     assert read_metrics(Path("runs/cell-2"))[-1]["step"] < 500
+    assert "note: aborted; the same call " in capsys.readouterr().out
     assert signal.getsignal(signal.SIGINT) is before
 
 
