@@ -82,23 +82,22 @@ def config_diff(old: RunConfig, new: RunConfig) -> str:
 
 
 def config_changes(old: RunConfig, new: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """Each key whose value differs: its location, and both values as text."""
-    before, after = dict(_leaves(old.model_dump())), dict(_leaves(new.model_dump()))
-    for loc in [*before, *(loc for loc in after if loc not in before)]:
-        left, right = before.get(loc, _ABSENT), after.get(loc, _ABSENT)
-        if left != right:
-            yield loc, _show(left), _show(right)
+    """Each key whose value differs: its location, and both values as text. A section that only one has is one."""
+    for loc, before, after in _differing(old.model_dump(), new.model_dump(), ()):
+        yield loc, _show(before), _show(after)
 
 
 _ABSENT = object()
+LONGEST = 240
+"""Characters of a section that are shown."""
 
 
-def _leaves(data: object, loc: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
-    if isinstance(data, dict) and data:
-        for name, value in data.items():
-            yield from _leaves(value, (*loc, str(name)))
-    else:
-        yield loc, data
+def _differing(old: object, new: object, loc: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], object, object]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in [*old, *(name for name in new if name not in old)]:
+            yield from _differing(old.get(name, _ABSENT), new.get(name, _ABSENT), (*loc, str(name)))
+    elif old != new:
+        yield loc, old, new
 
 
 def _show(value: Any) -> str:
@@ -106,4 +105,8 @@ def _show(value: Any) -> str:
         return "(absent)"
     if value is None:
         return "null"
+    if isinstance(value, dict):  # what is deeper inside may be a secret, which is recognized by its key
+        inner = {k: "{...}" if isinstance(v, dict) and v else yaml_value(v) for k, v in value.items()}
+        text = ", ".join(f"{k}: {v}" for k, v in inner.items())
+        return f"{{{text if len(text) <= LONGEST else f'{text[:LONGEST]}...'}}}"
     return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -66,14 +66,19 @@ def test_without_advanced_defaults_a_dump_is_shorter_and_reads_back_equal(tmp_pa
 def test_a_diff_has_a_line_for_each_key_that_changed():
     old = config(warmup=None, env={"use": "m:E", "options": {"a": 1, "b": {"c": True}}})
     new = config(warmup={"num": 5}, env={"use": "m:E", "options": {"b": {"c": False}, "d": "x"}}, seed=4)
-    lines = config_diff(old, new).splitlines()
-    assert lines[:4] == [
-        *("seed: 0 -> 4", "env.options.a: 1 -> (absent)", "env.options.b.c: true -> false"),
-        "warmup: null -> (absent)",
-    ]
-    assert "env.options.d: (absent) -> 'x'" in lines
-    assert "warmup.num: (absent) -> 5" in lines
     assert config_diff(old, old) == ""
+    *lines, section = config_diff(old, new).splitlines()
+    assert lines == [
+        *("seed: 0 -> 4", "env.options.a: 1 -> (absent)", "env.options.b.c: true -> false"),
+        "env.options.d: (absent) -> 'x'",
+    ]
+    assert section.startswith("warmup: null -> {use: null, demonstrations: null, options: {}, num: 5, ")
+    empty = config(env={"use": "m:E"})
+    assert config_diff(empty, new).splitlines()[1:3] == [
+        *("env.options.b: (absent) -> {c: false}", "env.options.d: (absent) -> 'x'")
+    ]
+    agent = config(agent={"command": ["a"], "sandbox": {"environment": {"TOKEN": "secret"}}})
+    assert "sandbox: {...}" in config_diff(empty, agent)
 
 
 def test_a_config_that_was_written_with_its_defaults_loads_again(tmp_path: Path):
