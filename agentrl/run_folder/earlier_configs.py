@@ -12,6 +12,7 @@ from pathlib import Path
 
 from agentrl.config import RunConfig, load_config
 from agentrl.run_folder.files import write_atomic
+from agentrl.run_folder.moved import with_current_inputs
 from agentrl.run_folder.own_start import with_own_start
 
 FOLDER = "configs"
@@ -32,8 +33,11 @@ def keep_config(run: Path, step: int, text: bytes) -> None:
 def config_at(run: Path, step: int) -> RunConfig:
     """The configuration with which a step was taken. Raises ConfigError if it is invalid today."""
     end = next((last for last in ends(run) if last >= step), None)
-    file = run / "config.yaml" if end is None else run / FOLDER / f"to-step-{end}.yaml"
-    return with_own_start(load_config(file, check_paths=False), run)
+    config = load_config(run / "config.yaml", check_paths=False)
+    if end is not None:
+        earlier = load_config(run / FOLDER / f"to-step-{end}.yaml", check_paths=False)
+        config = with_current_inputs(earlier, config)
+    return with_own_start(config, run)
 
 
 def ends(run: Path) -> list[int]:

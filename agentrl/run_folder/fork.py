@@ -10,17 +10,22 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl.config import RunConfig, dump_config
-from agentrl.config.changes import changes_of
+from agentrl.config.changes import Change
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.run_folder import checkpoints
 from agentrl.run_folder.earlier_configs import config_at, copy_configs, keep_config
 from agentrl.run_folder.files import write_atomic
 from agentrl.run_folder.history import Lineage, add_history, copy_history, read_lineage, write_lineage
+from agentrl.run_folder.moved import INPUTS_FILE, changes_of_run
 from agentrl.run_folder.own_start import WEIGHTS, starting_with
 from agentrl.run_folder.records import bounded_lines, episodes_file, parse_metrics, recorded_steps
 from agentrl.run_folder.redraws import read_redraws, redraws_file, redraws_line
+from agentrl.run_folder.store import CODE_FILE
+from agentrl.run_folder.task_digests import TASKS_FILE
 from agentrl.run_folder.token_records import tokens_file
 
+OF_THE_RUN = ("config.yaml", CODE_FILE, TASKS_FILE, "renderer.json")
+"""Files of a checkpoint that belong to the run, not to its model."""
 MAX_LINE = 4 << 20
 TRIES = 3
 """How often the newest checkpoint is looked for; a run in progress may remove the one that was found."""
@@ -122,10 +127,10 @@ def _make_fork(config: RunConfig, parent: Path, target: Path, lineage: Lineage) 
             if (parent / WEIGHTS).is_dir():  # it took only the weights of another run itself
                 _link_tree(parent / WEIGHTS, making / WEIGHTS)
                 old, config = starting_with(old, target / WEIGHTS), starting_with(config, target / WEIGHTS)
-            _require_same(old, config, target)
+            changes = _allowed_changes(parent, old, config, target)
             _copy_run(parent, making, step)
             keep_config(making, step, dump_config(old).encode())
-            changed = {c.key: [c.old, c.new] for c in changes_of(old, config) if c.kind != "free"}
+            changed = {c.key: [c.old, c.new] for c in changes if c.kind != "free"}
         write_atomic(making / "config.yaml", dump_config(config).encode())
         write_lineage(making, lineage)
         add_history(making, step, {"forked from": str(lineage), **changed})
@@ -145,14 +150,17 @@ def _target(config: RunConfig, parent: Path, step: int, run_dir: Path | None) ->
     return target.with_name(f"{name}-from-{step}") if target == parent.absolute() else target
 
 
-def _require_same(old: RunConfig, new: RunConfig, target: Path) -> None:
-    fixed = [str(change) for change in changes_of(old, new) if change.kind == "fixed"]
+def _allowed_changes(parent: Path, old: RunConfig, new: RunConfig, target: Path) -> list[Change]:
+    """What differs. Raises ConfigError if a fixed key does."""
+    changes = changes_of_run(parent, old, new)
+    fixed = [str(change) for change in changes if change.kind == "fixed"]
     if fixed:
         listed = "\n    ".join(fixed)
         raise ConfigError(
             f"{target}: a fork cannot change fixed keys, but these differ:\n    {listed}\n"
             "undo the change, or take only the weights with --weights-only"
         )
+    return changes
 
 
 def _copy_weights(checkpoint: Path, making: Path) -> None:
@@ -160,7 +168,7 @@ def _copy_weights(checkpoint: Path, making: Path) -> None:
     (making / WEIGHTS).mkdir()
     for file in checkpoint.iterdir():
         training = file.name.startswith(("optimizer", "learner.json", checkpoints.MANIFEST, "sampler.json"))
-        if file.is_file() and not training and file.name not in ("config.yaml", "code.json", "renderer.json"):
+        if file.is_file() and not training and file.name not in OF_THE_RUN:
             _link(file, making / WEIGHTS / file.name)
         elif file.is_dir() and file.name == "additional_chat_templates":
             _link_tree(file, making / WEIGHTS / file.name)
@@ -173,12 +181,13 @@ def _copy_run(parent: Path, making: Path, step: int) -> None:
     for copied in (parent / "code").glob("step-*"):
         if int(re.sub(r"\D", "", copied.name) or 0) < step:
             _link_tree(copied, making / "code" / copied.name)
-    for path in (parent / "tasks.json", parent / "checkpoints" / f"step-{step}" / "code.json"):
+    checkpoint = parent / "checkpoints" / f"step-{step}"
+    for path in (parent / TASKS_FILE, checkpoint / TASKS_FILE, parent / INPUTS_FILE, checkpoint / CODE_FILE):
         if path.is_file():
             shutil.copyfile(path, making / path.name)
     copy_history(parent, making, step)
     copy_configs(parent, making, step)
-    _link_tree(parent / "checkpoints" / f"step-{step}", making / "checkpoints" / f"step-{step}")
+    _link_tree(checkpoint, making / "checkpoints" / f"step-{step}")
     for folder in ("episodes", "tokens"):
         (making / folder).mkdir(exist_ok=True)
     for number in recorded_steps(parent):

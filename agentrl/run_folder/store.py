@@ -8,6 +8,7 @@
     checkpoints/step-N/       sealed by a manifest (agentrl.run_folder.checkpoints)
     events.log                human-readable log of events
     tasks.json                digests of the training and held-out tasks
+    inputs.json               digests of the model and of other files that fixed keys name
     code.json, code/          digests and a copy of the code of envs, rewards and own functions
     history.jsonl             changes of settings and code that were made on resuming
     lineage.json              the run and step that a forked run began with
@@ -37,13 +38,14 @@ from typing import IO, Self
 
 from agentrl.clean import clean_text
 from agentrl.config import RunConfig, dump_config, load_config
-from agentrl.config.changes import Change, changes_of
+from agentrl.config.changes import Change
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.reporting.report import Summary
 from agentrl.run_folder import checkpoints, earlier_configs
 from agentrl.run_folder.env_views import VIEWS
 from agentrl.run_folder.files import fsync_dir, read_bounded, write_atomic
 from agentrl.run_folder.history import add_history
+from agentrl.run_folder.moved import INPUTS_FILE, changes_of_run, input_digests
 from agentrl.run_folder.own_start import with_own_start
 from agentrl.run_folder.records import (
     LATE,
@@ -57,6 +59,7 @@ from agentrl.run_folder.records import (
     recorded_steps,
 )
 from agentrl.run_folder.redraws import Redraws, read_redraws, redraws_file, redraws_line
+from agentrl.run_folder.task_digests import TASKS_FILE
 from agentrl.run_folder.token_records import TokenColumns, encode_tokens, tokens_file
 
 __all__ = ["Checkpoint", "RunStore", "find_checkpoint", "read_episodes", "read_metrics", "read_records"]
@@ -123,7 +126,7 @@ class RunStore:
             if fresh and any(child.name != _LOCK for child in path.iterdir()):
                 lock, aside = _set_aside(path, lock)
             elif (old := _unstarted(path)) is not None and not all(
-                c.kind == "free" for c in changes_of(old, config)
+                c.kind == "free" for c in changes_of_run(path, old, config)
             ):
                 if _cold_started(path, old):
                     lock, aside = _set_aside(path, lock)
@@ -142,6 +145,8 @@ class RunStore:
             leftover.unlink()
         checkpoints.sweep(path / "checkpoints")
         store._repair_metrics()
+        if not (path / INPUTS_FILE).is_file():
+            store.write_file(INPUTS_FILE, input_digests(config))
         store.event("resumed" if resumed else "created")
         return store
 
@@ -159,10 +164,6 @@ class RunStore:
             self._metrics.close()
             self._metrics = None
         self._lock.close()
-
-    def changed(self, *sections: str) -> bool:
-        """Whether the run was resumed with other settings in one of these top-level sections."""
-        return any(change.key.partition(".")[0] in sections for change in self.changes)
 
     def adopt(self) -> None:
         """Write changed settings to config.yaml, and those that are recorded to history.jsonl.
@@ -273,7 +274,7 @@ class RunStore:
         on another thread, but one checkpoint is written at a time.
         """
         with checkpoints.writing(self.path / "checkpoints", step) as temp:
-            for name in ("config.yaml", CODE_FILE):
+            for name in ("config.yaml", CODE_FILE, TASKS_FILE):
                 if (self.path / name).is_file():
                     write_atomic(temp / name, (self.path / name).read_bytes())
             yield temp
@@ -414,7 +415,8 @@ CODE_FILE = "code.json"
 
 _OURS = {
     *(_LOCK, "config.yaml", "events.log", "metrics.jsonl", "summary.json", "reward_curve.png", "eval.json"),
-    *("tasks.json", CODE_FILE, "code", "history.jsonl", "lineage.json", "episodes", "tokens", "checkpoints"),
+    *(TASKS_FILE, INPUTS_FILE, CODE_FILE, "code", "history.jsonl", "lineage.json"),
+    *("episodes", "tokens", "checkpoints"),
     *("loggers", VIEWS, earlier_configs.FOLDER, "start", ".start.base", ".start.making"),
 }
 """What a folder may hold in which nothing was done yet."""
@@ -467,7 +469,7 @@ def _claim(path: Path, config: RunConfig, *, exact: bool) -> tuple[bool, Sequenc
     if not file.is_file():
         write_atomic(file, dump_config(config).encode())
         return False, ()
-    changes = changes_of(with_own_start(load_config(file, check_paths=False), path), config)
+    changes = changes_of_run(path, with_own_start(load_config(file, check_paths=False), path), config)
     refused = [change for change in changes if exact or change.kind == "fixed"]
     if refused:
         listed = "\n    ".join(map(str, refused))

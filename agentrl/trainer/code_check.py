@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
+from agentrl.config.changes import changes_of
+from agentrl.config.load import load_config
 from agentrl.config.run import RunConfig
 from agentrl.env.tasks import is_generated
 from agentrl.errors import ConfigError
@@ -62,8 +64,7 @@ def check_code(config: RunConfig, content: Content, store: RunStore, *, accept: 
     step = max(steps_saved(store.path / "checkpoints"), default=0)
     new, tasks = code_of(config, content), _digests(content)
     code, rows = _compared(store.path, step, new, tasks) if step else ([], [])
-    expected = store.changed("env", "envs", "data")  # the settings changed the tasks
-    if (code or (rows and not expected)) and not accept:
+    if (code or (rows and not _other_settings(store.path, step, config))) and not accept:
         listed = "\n    ".join([*code, *rows])
         raise ConfigError(
             f"{store.path}: the code or the tasks changed since step {step}:\n    {listed}\n"
@@ -82,6 +83,15 @@ def _compared(run: Path, step: int, new: CodeRecord, tasks: bytes) -> tuple[list
     accepted = CodeRecord.read(run / CODE_FILE)
     code = [] if old is None or accepted == CodeRecord(new.files) else code_changes(old, new)
     return code, row_changes(_read_digests(run / TASKS_FILE), json.loads(tasks))
+
+
+def _other_settings(run: Path, step: int, config: RunConfig) -> bool:
+    """Whether the tasks may differ from those of a checkpoint because the settings of env or data do."""
+    try:
+        old = load_config(run / "checkpoints" / f"step-{step}" / "config.yaml", check_paths=False)
+    except ConfigError:  # of a version that knew other keys
+        return False
+    return any(change.key.partition(".")[0] in ("env", "envs", "data") for change in changes_of(old, config))
 
 
 def _keep_views(content: Content, store: RunStore) -> None:

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from agentrl.cli.app import app
 from agentrl.config.changes import changes_of, kind_of
 from agentrl.config.load import load_config
-from agentrl.config.run import RunConfig
+from agentrl.config.run import RunConfig, TinyModel
 from agentrl.errors import CheckpointError, ConfigError
+from agentrl.models.tiny import make_tiny_model
 from agentrl.reporting.report import Silent, Summary
 from agentrl.run_folder import checkpoints
 from agentrl.run_folder.fork import fork_again, fork_run, parse_source
@@ -183,6 +184,32 @@ def test_every_key_has_a_kind():
     assert [str(change) for change in changes_of(settings(), settings(steps=9))] == ["steps: 2 -> 9"]
 
 
+@pytest.mark.timeout(60)
+def test_a_model_that_has_moved_is_the_same_model():
+    make_tiny_model(Path("model"), ["Say something about 1"] * 20, TinyModel(**TINY["tiny"]), seed=0)
+    there = Path.cwd() / "model"
+    run(settings(model={"path": str(there)}), "runs/letters")
+    moved = there.rename(Path.cwd() / "moved")
+    shutil.copytree(moved, "other")
+    with Path("other/model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    with pytest.raises(ConfigError, match=r"model.path: '.*/model' -> '.*/other' \(its content differs\)"):
+        run(settings(steps=3, model={"path": f"{Path.cwd()}/other"}), "runs/letters")
+    assert run(settings(steps=3, model={"path": str(moved)}), "runs/letters").finished
+    assert read_history(Path("runs/letters")) == []
+    assert load_config("runs/letters/config.yaml").model.path == str(moved)
+    assert replay(Path("runs/letters"), 1).equal, "with the model where it is now"
+    there.symlink_to(moved)
+    fork = fork_run(settings(name="fork", model={"path": str(there)}), "runs/letters@1")
+    assert [list(entry["changes"]) for entry in read_history(fork)] == [["forked from"]]
+    Path("runs/letters/inputs.json").write_text("{}")  # as of an older version
+    there.unlink()
+    moved.rename("gone")
+    with pytest.raises(ConfigError, match="the old one is gone and its content unknown"):
+        run(settings(steps=5, model={"path": f"{Path.cwd()}/gone"}), "runs/letters")
+
+
 @pytest.mark.timeout(120)
 def test_changed_code_is_named_and_must_be_confirmed():
     run(settings(), "r")
@@ -271,6 +298,21 @@ def test_a_fork_before_a_change_has_the_settings_of_its_own_steps():
     assert weights(same, 2) == weights("runs/letters", 2)
     assert replay(same, 1).equal
     assert replay(same, 2).equal
+
+
+@pytest.mark.timeout(60)
+def test_a_fork_compares_with_the_tasks_of_its_step():
+    run(settings(steps=1), "runs/letters")
+    Path("letters.py").write_text(ENV.replace('{"number": n}', '{"number": n + 1}'))
+    run(settings(steps=2), "runs/letters", accept_code=True)
+    fork = fork_run(settings(name="later"), "runs/letters@1")
+    with pytest.raises(ConfigError, match="train tasks: 20 differ"):
+        run(settings(name="later"), fork)
+    Path("letters.py").write_text(ENV)
+    assert run(settings(name="later"), fork).finished
+    smaller = settings(name="smaller", data={"options": {"size": 15}})
+    assert run(smaller, fork_run(smaller, "runs/letters@1")).finished, "expected with other settings"
+    assert "train tasks: 20 -> 15" in json.dumps(read_history(Path("runs/smaller")))
 
 
 @pytest.mark.timeout(60)
