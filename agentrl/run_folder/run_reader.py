@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -335,11 +336,20 @@ def _number(value: Any) -> float | None:
 
 
 def _yaml(path: Path) -> Json:
+    try:
+        return _parsed(read_bounded(path).decode("utf-8", "replace"))
+    except (OSError, CheckpointError):
+        return {}
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: str) -> Json:
+    """The configuration in a text, which a run and its examination parse in turn: a tenth of a second."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
     try:
-        found = YAML(typ="safe").load(read_bounded(path).decode("utf-8", "replace"))
-    except (OSError, YAMLError, RecursionError, ValueError, CheckpointError):
+        found = YAML(typ="safe", pure=True).load(text)
+    except (YAMLError, RecursionError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
