@@ -342,37 +342,49 @@ import os, signal, sys
 from pathlib import Path
 from agentrl.config import RunConfig
 from agentrl.run_folder.store import RunStore
-store = RunStore.open(RunConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2]))
-moment, calls = int(sys.argv[3]), 0
-def killer(real):
-    def call(*args, **kwargs):
-        global calls
-        calls += 1
-        if calls == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **kwargs)
-    return call
-for name in ("fsync", "rename", "replace", "unlink", "rmdir"):
-    setattr(os, name, killer(getattr(os, name)))
-for step in (1, 2, 2):
-    with store.checkpoint(step, keep=1) as folder:
-        (folder / "weights").write_text(f"weights of {step}")
-    store.log_metrics(step, {})
-print("done", calls)
+
+def save(folder, moment):
+    calls = 0
+    def killer(real):
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+        return call
+    store = RunStore.open(RunConfig.model_validate_json(sys.argv[1]), folder)
+    for name in ("fsync", "rename", "replace", "unlink", "rmdir"):
+        setattr(os, name, killer(getattr(os, name)))
+    for step in (1, 2, 2):
+        with store.checkpoint(step, keep=1) as checkpoint:
+            (checkpoint / "weights").write_text(f"weights of {step}")
+        store.log_metrics(step, {})
+
+moment, status = 0, signal.SIGKILL
+while status == signal.SIGKILL:
+    moment += 1
+    child = os.fork()
+    if not child:
+        save(Path(sys.argv[2]) / f"r{moment}", moment)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+print(moment, status)
 """
 
 
 @pytest.mark.slow
 def test_kill_9_at_any_moment_of_saving_leaves_a_good_checkpoint(tmp_path: Path):
-    """Kill the process before each system call that changes the folder, then reopen it."""
-    moment, seen = 1, set()
-    while True:
+    """Kill a process before each system call that changes the folder, then reopen it."""
+    command = [sys.executable, "-c", CRASH, config().model_dump_json(), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    moments, status = map(int, done.stdout.split())
+    assert status == 0, "the last process was not killed, and saved"
+    assert moments > 15
+    seen = set()
+    for moment in range(1, moments):
         folder = tmp_path / f"r{moment}"
-        command = [sys.executable, "-c", CRASH, config().model_dump_json(), str(folder), str(moment)]
-        process = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        if process.returncode == 0:
-            break
-        assert process.returncode == -signal.SIGKILL
         with RunStore.open(config(), folder) as store:
             steps = [line["step"] for line in store.metrics()]
             latest = store.latest_checkpoint()
@@ -384,8 +396,6 @@ def test_kill_9_at_any_moment_of_saving_leaves_a_good_checkpoint(tmp_path: Path)
                 assert (latest.path / "weights").read_text() == f"weights of {latest.step}"
             leftovers = [p.name for p in (folder / "checkpoints").iterdir() if p.name.startswith(".")]
             assert leftovers == []
-        moment += 1
-    assert moment > 15
     assert seen == {1, 2}
 
 
