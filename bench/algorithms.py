@@ -111,6 +111,9 @@ def run(name: str, start: Path | None, folder: Path, steps: int) -> dict[str, An
             config["rollout"] = {**BASE["rollout"], "groups_per_step": 2, "group_size": 4}
         for key, value in chosen.items():
             config[key] = {**config.get(key, {}), **value}
+        if start is None:
+            for key in config.keys() & {"optim", "critic"}:
+                config[key] = {**config[key], "warmup_steps": 0}
         file = folder.parent / f"{name}.yaml"
         file.write_text(json.dumps(config, indent=1))  # JSON is YAML
         train(file, folder)
