@@ -18,6 +18,7 @@ from agentrl.config import RunConfig
 from agentrl.env.env import Env, PolicyAccess
 from agentrl.env.load import load_env
 from agentrl.env.toolenv.observe import plain_text
+from agentrl.env.toolenv.rewards import leaving_out_lost
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError, InfraError
 from agentrl.rollout.content import env_factory
 from agentrl.rollout.group import with_group_rewards
@@ -32,6 +33,7 @@ from agentrl.types import Episode, Message, Segment, StopReason, Turn
 
 TURNS = "(turns)"
 """The name under which the rewards of an episode's turns are compared."""
+ALL = ""
 AT_ONCE = 32
 FIXED = {
     StopReason.SANDBOX_BROKEN: "its sandbox broke, which fixes its reward",
@@ -174,13 +176,20 @@ class _Replayed:
 
 @dataclass(slots=True)
 class _Scored:
-    """A record with its newly computed episode: `computed` are the names that could be computed."""
+    """A record with its newly computed episode.
+
+    Attributes:
+        replay: why the env's state is not that of the record; empty if it is.
+        only: the rewards that could be computed then; None if all could.
+        lost: why rewards were lost to an unreachable judge, by name; the episode has their recorded values. `ALL`
+            are those that it does not have.
+    """
 
     record: EpisodeRecord
     episode: Episode
     replay: str
     only: frozenset[str] | None
-    lost: str = ""
+    lost: dict[str, str]
 
 
 @dataclass(slots=True)
@@ -294,11 +303,15 @@ class _Rescorer:
             segments=recorded.segments,
             seconds=recorded.seconds,
         )
-        lost = ""
-        try:
-            await score_env(env, episode, self.timeout_s)
-        except InfraError as e:  # a judge that cannot be reached
-            lost = " ".join(str(e).split())[:200]
+        with leaving_out_lost() as unreachable:
+            lost = {}
+            try:
+                await score_env(env, episode, self.timeout_s)
+            except InfraError as e:
+                lost[ALL] = _line(e)
+        lost |= {name: _line(text) for name, text in unreachable.items()}
+        kept = {name: value for name, value in recorded.rewards.items() if _reward(name) in lost}
+        episode.rewards = {**kept, **episode.rewards}  # which rewards per group may read
         only = frozenset(env.rewards_of_record()) if replayed.reason else None
         return _Scored(record, self._with_model_score(episode.result(), recorded), replayed.reason, only, lost)
 
@@ -328,7 +341,7 @@ class _Rescorer:
                     return _Replayed(reason=why)
             return await _steps(env, recorded)
         except (ConfigError, _Unrecorded) as e:
-            return _Replayed(reason=" ".join(str(e).split())[:200])
+            return _Replayed(reason=_line(e))
         except Exception as e:
             what = "a sandbox broke" if isinstance(e, SandboxBroken) else f"the env raised {type(e).__name__}"
             return _Replayed(reason=f"{what}: {' '.join(str(e).split())[:160]}")
@@ -345,12 +358,15 @@ class _Rescorer:
             return own
         by_id = {episode.id: episode for episode in own}
         group = [by_id.get(r.episode.id, r.episode) for r in records if r.episode.error is None]
-        try:
-            judged = await with_group_rewards(env, group, self.timeout_s)
-        except InfraError as e:
-            for each in scored:
-                each.lost = each.lost or " ".join(str(e).split())[:200]
-            return own
+        with leaving_out_lost() as unreachable:
+            try:
+                judged = await with_group_rewards(env, group, self.timeout_s)
+            except InfraError as e:
+                for each in scored:
+                    each.lost.setdefault(ALL, _line(e))
+                return own
+        for each in scored:
+            each.lost |= {name: _line(text) for name, text in unreachable.items()}
         return [episode for episode in judged if episode.id in by_id]
 
     def _compare(self, scored: _Scored, episode: Episode) -> RescoredEpisode:
@@ -382,7 +398,7 @@ class _Rescorer:
             faults={
                 name: text
                 for name, text in episode.faults.items()
-                if scored.only is None or name.partition("/")[0] in scored.only
+                if scored.only is None or _reward(name) in scored.only
             },
         )
 
@@ -390,9 +406,9 @@ class _Rescorer:
         """Why a part was not computed; empty if it was, or if the env does not have it any more."""
         if name == self.reward_model:
             return "it is the score of reward_model"
-        if scored.lost and not computed:
-            return scored.lost
-        if scored.only is None or of_group or name.partition("/")[0] in scored.only:
+        if why := scored.lost.get(_reward(name)) or (not computed and scored.lost.get(ALL)):
+            return why
+        if scored.only is None or of_group or _reward(name) in scored.only:
             return ""
         return scored.replay
 
@@ -412,6 +428,16 @@ async def _steps(env: Env, recorded: Episode) -> _Replayed:
             return _Replayed(reason=f"the env ends the episode at turn {number}")
         turns.append(replace(turn, reward=float(reward), calls=info.calls))
     return _Replayed(tuple(turns))
+
+
+def _reward(part: str) -> str:
+    """The reward that a part belongs to: `score` of `score/solved`."""
+    return part.partition("/")[0]
+
+
+def _line(error: object) -> str:
+    """The text of an error on one line of at most 200 characters."""
+    return " ".join(str(error).split())[:200]
 
 
 def _overlong_penalty(config: RunConfig) -> float:

@@ -269,6 +269,34 @@ def test_the_score_of_a_reward_model_stays_and_says_nothing_about_solved():
     assert [episode.solved for episode in found.episodes] == [True, False, False]
 
 
+def test_a_judge_that_is_gone_costs_its_own_rewards_only():
+    """A group reward without an answer, one that reads the lost part, and parts of a reward in parts."""
+    judged = """
+    @reward
+    async def style(self, episode) -> dict[str, float]:
+        return {"short": 0.25, "plain": 0.5}
+
+    @reward
+    def tail(self) -> float:
+        return 0.125
+
+    @reward(per="group")
+    def styled(self, episodes) -> list[float]:
+        return [e.rewards["style/short"] for e in episodes]
+"""
+    run = make_run(ENV + judged)
+    gone = (ENV + judged).replace("return 0.125", "return 0.25")
+    for line, said in ('return {"short"', "judge gone"), ("least = min", "no judge"):
+        gone = gone.replace(line, f"raise InfraError({said!r})\n        {line}")
+    Path("ledger.py").write_text(gone.replace("from agentrl import ", "from agentrl import InfraError, ", 1))
+    found = scored(run)
+    for episode in found.episodes:
+        why = {name: part.reason for name, part in episode.parts.items() if part.reason}
+        assert why == {"style/short": "judge gone", "style/plain": "judge gone", "fewest": "no judge"}
+        assert episode.rescored == pytest.approx(episode.recorded + 0.125), "the recorded value counts"
+        assert (episode.parts["styled"].rescored, episode.solved) == (0.25, None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [

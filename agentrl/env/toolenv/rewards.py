@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from agentrl.env.toolenv.asked import Asked, asking, waits_for
@@ -27,6 +29,24 @@ class TurnView:
     calls: tuple[CallRecord, ...]
     observation: tuple[Message, ...]
     terminated: bool
+
+
+_lost: ContextVar[dict[str, str] | None] = ContextVar("lost", default=None)
+
+
+@contextmanager
+def leaving_out_lost() -> Iterator[Mapping[str, str]]:
+    """While the block runs, a reward that meets an InfraError is left out, and the others are computed.
+
+    Yields:
+        The errors of those that were left out, by name of the reward.
+    """
+    found: dict[str, str] = {}
+    token = _lost.set(found)
+    try:
+        yield found
+    finally:
+        _lost.reset(token)
 
 
 class BadReward(Exception):
@@ -63,10 +83,16 @@ class Rewards:
         """Call one reward, and its judge if it has one; `read` converts the return value to weighted values.
 
         Raises:
-            InfraError: the reward raised one, or timed out while waiting for a judge.
+            InfraError: the reward raised one, or timed out while waiting for a judge; see `leaving_out_lost`.
         """
         with asking() as asked:
-            fault = await self._fault(spec, function, argument, read, asked)
+            try:
+                fault = await self._fault(spec, function, argument, read, asked)
+            except InfraError as e:
+                if (lost := _lost.get()) is None:
+                    raise
+                lost[spec.name] = str(e)
+                return
         if fault or asked.unusable:
             self.values.setdefault(spec.name, 0.0)
             name = SANDBOX_FAULT if asked.sandbox else spec.name
