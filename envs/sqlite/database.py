@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sqlite3
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 SCHEMA = """
 CREATE TABLE customers (id INTEGER PRIMARY KEY, name TEXT, city TEXT, joined_year INTEGER);
@@ -30,11 +32,10 @@ class QueryError(Exception):
     """The SQL was refused, failed, or took too long."""
 
 
-def build(seed: int) -> sqlite3.Connection:
-    """The database of `seed`, filled; later only reading is possible on it, and not for long."""
+@lru_cache(maxsize=256)
+def _rows(seed: int) -> Mapping[str, Sequence[tuple[object, ...]]]:
+    """The rows of each table; the episodes of a group share them."""
     rng = random.Random(f"sqlite/{seed}")
-    connection = sqlite3.connect(":memory:", check_same_thread=False)
-    connection.executescript(SCHEMA)
     customers = [
         (i, f"{rng.choice(_NAMES)} {rng.choice(_SURNAMES)} {i}", rng.choice(CITIES), rng.choice(YEARS))
         for i in range(1, rng.randint(15, 30))
@@ -52,10 +53,16 @@ def build(seed: int) -> sqlite3.Connection:
         for order in orders
         for product in rng.sample(products, rng.randint(1, 3))
     ]
-    connection.executemany("INSERT INTO customers VALUES (?, ?, ?, ?)", customers)
-    connection.executemany("INSERT INTO products VALUES (?, ?, ?, ?)", products)
-    connection.executemany("INSERT INTO orders VALUES (?, ?, ?, ?)", orders)
-    connection.executemany("INSERT INTO items VALUES (?, ?, ?)", items)
+    return {"customers": customers, "products": products, "orders": orders, "items": items}
+
+
+def build(seed: int) -> sqlite3.Connection:
+    """The database of `seed`, filled; later only reading is possible on it, and not for long."""
+    connection = sqlite3.connect(":memory:", check_same_thread=False)
+    connection.executescript(SCHEMA)
+    for table, rows in _rows(seed).items():
+        places = ", ".join("?" * len(rows[0]))
+        connection.executemany(f"INSERT INTO {table} VALUES ({places})", rows)
     connection.commit()
     connection.set_authorizer(_authorize)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 100_000)
