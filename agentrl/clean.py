@@ -30,7 +30,7 @@ _IN_PLACE = "\u180b-\u180d\u180f\u200c\u200d\ufe00-\ufe0f\U000e0100-\U000e01ef" 
 _SUSPECT = re.compile(f"[{_ALWAYS}{_IN_PLACE}]")
 _JOINS = "\u0300-\u1fff\u2190-\u27bf\u2900-\u303f\u3041-\ud7ff\uf900-\ufdff\ufe70-\ufefc\U00010000-\U000323af"
 _VARIES = "\u180b-\u180d\u180f\ufe00-\ufe0f\U000e0100-\U000e01ef"
-_FOUND = re.compile(
+_FOUND = (
     "(?P<kept>"
     "\U0001f3f4[\U000e0030-\U000e0039\U000e0061-\U000e007a]{2,6}\U000e007f"  # a region's flag
     f"|(?<=[{_JOINS}])[{_VARIES}](?![{_VARIES}])"  # one selector after a character that has variants
@@ -47,7 +47,9 @@ def clean_text(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    return _FOUND.sub(_shown, text) if _SUSPECT.search(text) else text
+    if not _SUSPECT.search(text):
+        return text
+    return re.sub(_FOUND, _shown, text)  # takes long to compile, and most processes never need it
 
 
 def _shown(match: re.Match[str]) -> str:

@@ -46,7 +46,7 @@ STATISTICS: tuple[str, ...] = get_args(Statistic)
 class Parameters(BaseModel):
     """Named numbers and switches with their defaults: frozen, and unknown names are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Named(Parameters):

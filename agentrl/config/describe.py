@@ -13,13 +13,27 @@ from agentrl.config.choice import OneOf, choice_of
 from agentrl.config.dump import yaml_value
 from agentrl.config.facts import NamesCode, OnResume, PathTo, effects, facts, is_advanced
 from agentrl.config.run import RunConfig
-from agentrl.config.schema import alternatives, bounds, field_at, kind_name, named_section_of, section_of
+from agentrl.config.schema import (
+    alternatives,
+    bounds,
+    entry_section_of,
+    field_at,
+    kind_name,
+    named_section_of,
+    section_of,
+)
 from agentrl.config.section import Section
+from agentrl.config.sentences import sentence
 
 
 def json_schema() -> dict[str, Any]:
     """The JSON schema (2020-12) of a run's YAML file; `env` and `warmup` may be text, their short forms."""
     schema = RunConfig.model_json_schema()
+    for section in _sections(RunConfig, set()):
+        described = schema if section is RunConfig else schema["$defs"][section.__name__]
+        for name, about in described.get("properties", {}).items():
+            if text := sentence(section, name):
+                about["description"] = text
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "agentrl run"
     schema["required"].remove("env")  # `envs` may stand for it
@@ -34,6 +48,20 @@ def json_schema() -> dict[str, Any]:
     warmup = schema["properties"]["warmup"]
     warmup["anyOf"] = [{"const": "oracle", "description": EXTRA["warmup"]}, *warmup["anyOf"]]
     return schema
+
+
+def _sections(section: type[BaseModel], seen: set[type[BaseModel]]) -> Iterator[type[BaseModel]]:
+    """A section and all those below it, each once."""
+    if section in seen:
+        return
+    seen.add(section)
+    yield section
+    for field in section.model_fields.values():
+        choice = choice_of(field)
+        below = choice.kinds.values() if choice is not None else (section_of(field), entry_section_of(field))
+        for inner in below:
+            if inner is not None:
+                yield from _sections(inner, seen)
 
 
 EXTRA = {
@@ -125,7 +153,7 @@ def _kinds(choice: OneOf) -> Iterator[str]:
     for kind, called in names.items():
         for name, field in kind.model_fields.items():
             if name != "name":
-                about = " ".join((field.description or "").split()).replace("|", "\\|")
+                about = " ".join(sentence(kind, name).split()).replace("|", "\\|")
                 yield f"| {', '.join(called)} | `{name}` | {_kind(field)} | {_default(field)} | {about} |"
 
 
@@ -157,8 +185,8 @@ def _named(name: str, section: type[Section]) -> Iterator[str]:
     yield (section.__doc__ or "").strip() + "\n"
     yield from TABLE
     own = {key: field for key, field in section.model_fields.items() if key not in known}
-    for key, field in own.items():
-        yield _row(key, field)
+    for key in own:
+        yield _row(section, key)
     for key, field in own.items():
         inner = section_of(field)
         if inner is not None and inner not in {section_of(f) for f in RunConfig.model_fields.values()}:
@@ -182,13 +210,13 @@ def _optional(name: str, field: FieldInfo, section: type[Section]) -> str:
 
 def _rows(section: type[Section], *, own: bool = False) -> Iterator[str]:
     """The table of a section, without its advanced keys; with `own`, its inner sections get separate pages."""
-    shown = [(k, f) for k, f in section.model_fields.items() if not (is_advanced(f) or (own and section_of(f)))]
+    shown = [k for k, f in section.model_fields.items() if not (is_advanced(f) or (own and section_of(f)))]
     if not shown:
         yield "All of it is [advanced](#advanced-settings)."
         return
     yield from TABLE
-    for name, field in shown:
-        yield _row(name, field)
+    for name in shown:
+        yield _row(section, name)
 
 
 ON_RESUME = {"free": "*Free on resume.*", "fixed": "*Fixed on resume.*"}
@@ -200,23 +228,29 @@ def _advanced() -> Iterator[str]:
     """The table of all advanced keys, by their full names."""
     yield from TABLE
     for name, field in RunConfig.model_fields.items():
-        section = section_of(field)
         if is_advanced(field):
-            yield _row(name, field)
-        for inner_name, inner_field in section.model_fields.items() if section is not None else ():
+            yield _row(RunConfig, name)
+        section = section_of(field)
+        if section is None:
+            continue
+        for inner_name, inner_field in section.model_fields.items():
             if is_advanced(inner_field):
-                yield _row(f"{name}.{inner_name}", inner_field)
+                yield _row(section, inner_name, f"{name}.")
             innermost = section_of(inner_field)
-            for last_name, last_field in innermost.model_fields.items() if innermost is not None else ():
+            if innermost is None:
+                continue
+            for last_name, last_field in innermost.model_fields.items():
                 if is_advanced(last_field):
-                    yield _row(f"{name}.{inner_name}.{last_name}", last_field)
+                    yield _row(innermost, last_name, f"{name}.{inner_name}.")
 
 
-def _row(name: str, field: FieldInfo) -> str:
+def _row(section: type[BaseModel], name: str, above: str = "") -> str:
+    """The row of a key; `above` is where its section is, in tables of several sections."""
+    field = section.model_fields[name]
     known = [fact.condition() for fact in effects(field)]
     known += [ON_RESUME[fact.kind] for fact in facts(field, OnResume)]
-    about = " ".join([*(field.description or "").split(), *known]).replace("|", "\\|")
-    return f"| `{name}` | {_kind(field)} | {_default(field)} | {about} |"
+    about = " ".join([*sentence(section, name).split(), *known]).replace("|", "\\|")
+    return f"| `{above}{name}` | {_kind(field)} | {_default(field)} | {about} |"
 
 
 def _kind(field: FieldInfo) -> str:

@@ -17,6 +17,7 @@ from agentrl.config.facts import metadata
 from agentrl.config.place import Loc
 from agentrl.config.run import RunConfig
 from agentrl.config.section import Section
+from agentrl.config.sentences import sentence
 from agentrl.suggest import did_you_mean, nearest
 
 
@@ -61,32 +62,39 @@ def field_at(loc: Loc) -> FieldInfo | None:
     return _walk(loc)[1]
 
 
+def sentence_at(loc: Loc) -> str:
+    """The sentence under the field at a location; empty if there is none."""
+    owner = _walk(loc)[2]
+    return sentence(owner, str(loc[-1])) if owner is not None else ""
+
+
 def section_at(loc: Loc) -> type[BaseModel] | None:
     """The section at a location, None if there is none."""
     return _walk(loc)[0]
 
 
-def _walk(loc: Loc) -> tuple[type[BaseModel] | None, FieldInfo | None]:
-    """The section and the field at a location. pydantic's location of a choice includes the kind:
-    `algorithm.loss.gspo.clip_low`; without it, the first kind with this key is used."""
+def _walk(loc: Loc) -> tuple[type[BaseModel] | None, FieldInfo | None, type[BaseModel] | None]:
+    """The section and the field at a location, and the section that the field is in. pydantic's location of a
+    choice includes the kind: `algorithm.loss.gspo.clip_low`; without it, the first kind with this key is used."""
     section: type[BaseModel] | None = RunConfig
     field: FieldInfo | None = None
+    owner: type[BaseModel] | None = None
     named: type[Section] | None = None
     for part in loc:
         if named is not None:
-            section, field, named = named, None, None
+            section, field, owner, named = named, None, None, None
             continue
         kinds = choice.kinds if field is not None and (choice := choice_of(field)) is not None else {}
         if section is None and part in kinds:
-            section = kinds[str(part)]
+            section, owner = kinds[str(part)], None
             continue
         if section is None:
             section = next((kind for kind in kinds.values() if part in kind.model_fields), None)
         if section is None or not isinstance(part, str) or part not in section.model_fields:
-            return None, None
-        field = section.model_fields[part]
+            return None, None, None
+        owner, field = section, section.model_fields[part]
         section, named = section_of(field), entry_section_of(field)
-    return section, field
+    return section, field, owner
 
 
 def without_kinds(loc: Loc) -> Loc:

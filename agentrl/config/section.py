@@ -21,7 +21,7 @@ class Section(BaseModel):
     """A part of the configuration: frozen, without unknown keys, and every key the user wrote must have an
     effect."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _keys_have_effects(self) -> Self:

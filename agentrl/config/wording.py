@@ -20,6 +20,7 @@ from agentrl.config.schema import (
     first_sentence,
     kind_name,
     section_of,
+    sentence_at,
     unknown_key,
     without_kinds,
 )
@@ -173,7 +174,7 @@ def _meaning(loc: Loc) -> str:
     """What a missing key is, for the end of a message."""
     field = field_at(loc)
     section = None if field is None else section_of(field)
-    about = (field.description if field is not None else None) or (section.__doc__ if section else None)
+    about = sentence_at(loc) or (section.__doc__ if section else None)
     if field is None or not about:
         return ""
     words = [kind_name(field.annotation)] if any(get_origin(k) is Literal for k in _kinds_of(field)) else []

@@ -22,9 +22,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentrl.chat.transcript import Transcript
 from agentrl.clean import clean_message, clean_text
 from agentrl.env.env import Env
 from agentrl.env.toolenv.asked import asking
@@ -40,6 +39,9 @@ from agentrl.errors import (
 )
 from agentrl.sandbox import SandboxBroken
 from agentrl.types import Episode, Message, StopReason, Task, Turn
+
+if TYPE_CHECKING:
+    from agentrl.chat.transcript import Transcript  # imports numpy, which most commands do not need
 
 CLOSE_TIMEOUT_S = 60.0
 """Limit of closing an env that was only looked at."""
