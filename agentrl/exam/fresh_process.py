@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import importlib
 import json
 import os
 import sys
@@ -22,6 +23,8 @@ from agentrl.scratch import ScratchFolder
 from agentrl.types import Task
 
 TIMEOUT_S = 300.0
+_REAL_CLOCK = ("numpy", "pydantic", "httpx", "agentrl.exam.examinee", "agentrl.env.mcp", "gymnasium")
+"""What must be imported before the clock is moved, if episodes here have imported it."""
 
 
 def shift_s() -> int:
@@ -50,6 +53,7 @@ async def play_elsewhere(
             "config": str(path),
             "scripts": plain[::-1] if backward else plain,
             "shift_s": shift_s() if shifted else 0.0,
+            "imported": [name for name in _REAL_CLOCK if name in sys.modules],
             "hold_back": hold_back,
         }
         try:
@@ -82,23 +86,13 @@ def main() -> None:
     request = json.load(sys.stdin)
     real_out, sys.stdout = sys.stdout, sys.stderr  # what the env prints
     if request["shift_s"]:
-        _import_everything()
+        for name in request["imported"]:
+            importlib.import_module(name)
         shift_clock(request["shift_s"])
     found = asyncio.run(_play(request["config"], request["scripts"], request["hold_back"]))
     real_out.write(json.dumps(found) + "\n")
     real_out.flush()
     os._exit(0)  # threads that an env left behind must not hold the process
-
-
-def _import_everything() -> None:
-    """Import what must see the real clock."""
-    import importlib
-
-    for module in ("numpy", "pydantic", "httpx", "agentrl.exam.examinee", "agentrl.env.mcp", "gymnasium"):
-        try:
-            importlib.import_module(module)
-        except ImportError:
-            continue
 
 
 async def _play(path: str, scripts: Sequence[Mapping[str, object]], hold_back: bool) -> dict[str, str]:

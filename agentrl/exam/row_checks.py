@@ -65,13 +65,14 @@ def judge_generator(result: ExamResult, first: Examinee, second: Examinee) -> No
     for split in ("train", "held_out"):
         once, again = getattr(first, split), getattr(second, split)
         numbers = range(min(len(once), len(again), _NUM_ROWS))
-        differ = [n for n in numbers if (once[n].row, once[n].seed) != (again[n].row, again[n].seed)]
+        pairs = [(once[n], again[n]) for n in numbers]
+        differ = [a.id for a, b in pairs if (a.row, a.seed) != (b.row, b.seed)]
         if differ or len(once) != len(again):
             text = (
                 f"the {split} tasks differ each time they are loaded with the same seed ({len(differ)} of "
                 f"the first {len(numbers)} rows), so resumed runs see other tasks and results do not compare"
             )
-            result.add("determinism", Level.ERROR, text, [once[n].id for n in differ[:10]])
+            result.add("determinism", Level.ERROR, text, differ[:10])
 
 
 async def examine_duplicates(
