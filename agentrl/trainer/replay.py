@@ -72,7 +72,8 @@ def replay(run: Path, step: int) -> Replay:
     """Recompute the updates up to `step` from the newest checkpoint before it and the recorded episodes.
 
     Raises:
-        CheckpointError: the run does not have that step, or its episodes or checkpoints are damaged.
+        CheckpointError: the run does not have that step, its episodes or checkpoints are damaged, or its model is
+            gone.
     """
     last = max((int(line["step"]) for line in read_metrics(run)), default=0)
     if not 1 <= step <= last:
@@ -85,6 +86,10 @@ async def _replay(run: Path, step: int) -> Replay:
     kept = steps_saved(run / "checkpoints")
     first = max((each for each in kept if each < step), default=0)
     start = start_directory(config_at(run, step), run)
+    if not start.is_dir():
+        raise CheckpointError(
+            f"{run}: the model it started with is gone from {start}; put it back, or link it there"
+        )
     policy = run / "checkpoints" / f"step-{first}" if first else start
     for each in {first, step}.intersection(kept):
         verify(run / "checkpoints" / f"step-{each}")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +136,29 @@ def test_steps_are_replayed_with_the_settings_that_they_were_taken_with():
         shutil.rmtree(f"r/checkpoints/step-{step}")
     whole = replay(Path("r"), 6)
     assert (whole.from_step, whole.equal) == (0, True), "two changes between the checkpoint and the step"
+
+
+ON_RANKS = """
+import json, ray
+from pathlib import Path
+from agentrl.trainer.replay import replay
+from tests.trainer.test_changed_runs import run, settings
+
+ppo = {"algorithm": {"advantage": "gae", "kl": {"coef": 0.01}}, "critic": {"ranks": 1}, "learner": {"ranks": 2}}
+run(settings(steps=2, checkpoint={"every": 2}, **ppo), "r")
+found = replay(Path("r"), 2)
+print(json.dumps([found.from_step, found.digest == found.saved_digest, found.equal, ray.is_initialized()]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_on_ray_ranks_replays_and_leaves_no_ray():
+    pytest.importorskip("ray", reason="Ray is not installed (extra: ray)")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", ON_RANKS], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, True, True, False]
 
 
 def test_what_cannot_be_replayed_says_why():
