@@ -208,7 +208,7 @@ def test_a_model_that_has_moved_is_the_same_model():
     moved.rename("gone")
     with pytest.raises(ConfigError, match="the old one is gone and its content unknown"):
         run(settings(steps=5, model={"path": f"{Path.cwd()}/gone"}), "runs/letters")
-    with pytest.raises(CheckpointError, match="started with is gone from .*/moved; put it back"):
+    with pytest.raises(CheckpointError, match=r"started with is gone from .*/moved; put it back"):
         replay(Path("runs/letters"), 1)
 
 
