@@ -94,10 +94,14 @@ def code_changes(old: CodeRecord, new: CodeRecord) -> list[str]:
     return said
 
 
-def row_changes(old: Mapping[str, Sequence[str]], new: Mapping[str, Sequence[str]]) -> list[str]:
-    """Which tasks differ, a line for each split; from the digests in tasks.json."""
+def row_changes(
+    old: Mapping[str, Sequence[str]],
+    new: Mapping[str, Sequence[str]],
+    splits: Sequence[str] = ("train", "held_out"),
+) -> list[str]:
+    """Which tasks differ, a line for each of the splits; from the digests in tasks.json."""
     said = []
-    for split in ("train", "held_out"):
+    for split in splits:
         before, after = old.get(split, ()), new.get(split, ())
         rows = [str(n) for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b]
         if rows:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
-from agentrl.config.changes import changes_of
+from agentrl.config.changes import Change, changes_of
 from agentrl.config.load import load_config
 from agentrl.config.run import RunConfig
 from agentrl.env.tasks import is_generated
@@ -63,8 +63,12 @@ def check_code(config: RunConfig, content: Content, store: RunStore, *, accept: 
     _keep_views(content, store)
     step = max(steps_saved(store.path / "checkpoints"), default=0)
     new, tasks = code_of(config, content), _digests(content)
-    code, rows = _compared(store.path, step, new, tasks) if step else ([], [])
-    if (code or (rows and not _other_settings(store.path, step, config))) and not accept:
+    settings = _changed_settings(store.path, step, config) if step else ()
+    expected = any(c.kind != "free" and c.key.partition(".")[0] in ("env", "envs", "data") for c in settings)
+    other_eval = any("eval" in c.key.split(".") for c in settings)
+    splits = ("train",) if other_eval and not expected else ("train", "held_out")
+    code, rows = _compared(store.path, step, new, tasks, splits) if step else ([], [])
+    if (code or (rows and not expected)) and not accept:
         listed = "\n    ".join([*code, *rows])
         raise ConfigError(
             f"{store.path}: the code or the tasks changed since step {step}:\n    {listed}\n"
@@ -73,8 +77,10 @@ def check_code(config: RunConfig, content: Content, store: RunStore, *, accept: 
     return CheckedCode([*code, *rows], new, tasks, step, _copied=bool(step and not code))
 
 
-def _compared(run: Path, step: int, new: CodeRecord, tasks: bytes) -> tuple[list[str], list[str]]:
-    """What differs from the newest checkpoint: code, and tasks.
+def _compared(
+    run: Path, step: int, new: CodeRecord, tasks: bytes, splits: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """What differs from the newest checkpoint: code, and tasks of these splits.
 
     Code does not count where the checkpoint has no record of it, or where it was accepted since, by a run that
     ended before it saved.
@@ -82,16 +88,16 @@ def _compared(run: Path, step: int, new: CodeRecord, tasks: bytes) -> tuple[list
     old = CodeRecord.read(run / "checkpoints" / f"step-{step}" / CODE_FILE)
     accepted = CodeRecord.read(run / CODE_FILE)
     code = [] if old is None or accepted == CodeRecord(new.files) else code_changes(old, new)
-    return code, row_changes(_read_digests(run / TASKS_FILE), json.loads(tasks))
+    return code, row_changes(_read_digests(run / TASKS_FILE), json.loads(tasks), splits)
 
 
-def _other_settings(run: Path, step: int, config: RunConfig) -> bool:
-    """Whether the tasks may differ from those of a checkpoint because the settings of env or data do."""
+def _changed_settings(run: Path, step: int, config: RunConfig) -> Sequence[Change]:
+    """What differs from the settings of a checkpoint; tasks may differ because of them."""
     try:
         old = load_config(run / "checkpoints" / f"step-{step}" / "config.yaml", check_paths=False)
     except ConfigError:  # of a version that knew other keys
-        return False
-    return any(change.key.partition(".")[0] in ("env", "envs", "data") for change in changes_of(old, config))
+        return ()
+    return changes_of(old, config)
 
 
 def _keep_views(content: Content, store: RunStore) -> None:

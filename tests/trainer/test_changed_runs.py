@@ -265,6 +265,16 @@ def test_tasks_that_changed_with_their_settings_need_no_confirmation():
     assert "train tasks: 20 -> 15" in json.dumps(read_history(Path("r")))
 
 
+@pytest.mark.timeout(60)
+def test_another_evaluation_set_leaves_no_trace():
+    run(settings(steps=1), "r")
+    Path("rows.jsonl").write_text('{"number": 77}\n')
+    extra = {"tasks": 2, "sets": {"extra": {"data": f"{Path.cwd()}/rows.jsonl"}}}
+    assert run(settings(eval=extra), "r").finished
+    assert read_history(Path("r")) == []
+    assert any("extra" in name for name in read_metrics(Path("r"))[-1]), "it is played"
+
+
 @pytest.mark.timeout(120)
 def test_a_fork_reaches_the_weights_of_the_run_it_comes_from():
     run(settings(steps=4), "runs/letters")
