@@ -7,14 +7,15 @@ import contextlib
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tomllib
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -77,32 +78,60 @@ async def replaying(episodes: Sequence[Episode]) -> AsyncIterator[str]:
         yield f"{url}/v1"
 
 
-async def vf_eval(
-    folder: Path, endpoint: str, *options: str, env: Mapping[str, str] | None = None, code: int = 0
-) -> tuple[list[JsonObject], str]:
-    """The traces and the log of verifiers' command."""
-    command = [str(PYTHON.parent / "vf-eval"), "served", "-m", "policy", "--client.base-url", endpoint]
-    command += [
-        "--client.api-key-var",
-        "NO_KEY",
-        "--no-push",
-        "--no-rich",
-        "-c",
-        "1",
-        "-o",
-        str(folder / "out"),
-        *options,
-    ]
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        env={**os.environ, "PYTHONPATH": str(folder), "NO_KEY": "none", **(env or {})},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-    _, log = await process.communicate()
-    assert process.returncode == code, log.decode()[-2000:]
-    lines = [line for file in (folder / "out").glob("*/traces.jsonl") for line in file.read_text().splitlines()]
-    return [trace for line in lines for trace in json.loads(line)["traces"]], log.decode()
+class VfEval:
+    """The command of verifiers: started, or as a fork of a process that has imported it, which takes seconds."""
+
+    def __init__(self) -> None:
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def run(
+        self,
+        folder: Path,
+        endpoint: str,
+        *options: str,
+        env: Mapping[str, str] | None = None,
+        code: int = 0,
+        forked: bool = True,
+    ) -> tuple[list[JsonObject], str]:
+        """The traces and the log."""
+        arguments = ["served", "-m", "policy", "--client.base-url", endpoint, "--client.api-key-var", "NO_KEY"]
+        arguments += ["--no-push", "--no-rich", "-c", "1", "-o", str(folder / "out"), *options]
+        environ = {**os.environ, "PYTHONPATH": str(folder), "NO_KEY": "none", **(env or {})}
+        if forked:
+            status, log = await self._fork(arguments, environ, folder / "log")
+        else:
+            process = await asyncio.create_subprocess_exec(
+                str(PYTHON.parent / "vf-eval"), *arguments, env=environ, stdout=DEVNULL, stderr=PIPE
+            )
+            log, status = (await process.communicate())[1].decode(), process.returncode
+        assert status == code, log[-2000:]
+        found = (folder / "out").glob("*/traces.jsonl")
+        lines = [line for file in found for line in file.read_text().splitlines()]
+        return [trace for line in lines for trace in json.loads(line)["traces"]], log
+
+    async def _fork(self, arguments: Sequence[str], environ: Mapping[str, str], log: Path) -> tuple[int, str]:
+        if self.process is None:
+            forks = Path(__file__).with_name("vf_eval_forks.py")
+            self.process = await asyncio.create_subprocess_exec(str(PYTHON), str(forks), stdin=PIPE, stdout=PIPE)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        asked = {"arguments": arguments, "env": environ, "log": str(log)}
+        self.process.stdin.write(json.dumps(asked).encode() + b"\n")
+        return int(await self.process.stdout.readline()), log.read_text()
+
+    async def end(self) -> None:
+        """End the process that forks."""
+        if self.process is not None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            await self.process.wait()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def vf_eval() -> AsyncIterator[VfEval]:
+    started = VfEval()
+    yield started
+    await started.end()
 
 
 def rewards_by_index(traces: Sequence[JsonObject]) -> dict[int, dict[str, float]]:
@@ -115,13 +144,14 @@ def rewards_by_index(traces: Sequence[JsonObject]) -> dict[int, dict[str, float]
 
 @needs_verifiers
 @pytest.mark.slow
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", NAMES)
-async def test_vf_eval_earns_the_same_on_100_seeds(name: str, tmp_path: Path):
+async def test_vf_eval_earns_the_same_on_100_seeds(name: str, tmp_path: Path, vf_eval: VfEval):
     episodes = await played(name, 100)
     folder = package(tmp_path / "served", NAMES[name], "--max-turns", str(TURNS))
     async with replaying(episodes) as endpoint:
-        traces, _ = await vf_eval(folder, endpoint, "-n", "100")
+        traces, _ = await vf_eval.run(folder, endpoint, "-n", "100", forked=name != "calculator")
     earned = rewards_by_index(traces)
     assert [earned[i] for i in range(100)] == [dict(episode.rewards) for episode in episodes]
     assert [sum(earned[i].values()) for i in range(100)] == [episode.reward for episode in episodes]
@@ -132,25 +162,29 @@ async def test_vf_eval_earns_the_same_on_100_seeds(name: str, tmp_path: Path):
 
 @needs_verifiers
 @pytest.mark.slow
-async def test_a_limit_of_verifiers_scores_the_episode_as_it_stands(tmp_path: Path):
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_limit_of_verifiers_scores_the_episode_as_it_stands(tmp_path: Path, vf_eval: VfEval):
     episodes = await played("sqlite", 4)
     folder = package(tmp_path / "served", NAMES["sqlite"])
     cut = await played("sqlite", 4, max_turns=1)
     async with replaying(episodes) as endpoint:
-        traces, _ = await vf_eval(folder, endpoint, "-n", "4", "--env.agent.max-turns", "1")
+        traces, _ = await vf_eval.run(folder, endpoint, "-n", "4", "--env.agent.max-turns", "1")
     earned = rewards_by_index(traces)
     assert [earned[i] for i in range(4)] == [dict(episode.rewards) for episode in cut]
 
 
 @needs_verifiers
 @pytest.mark.slow
-async def test_a_package_connects_to_a_running_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_package_connects_to_a_running_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vf_eval: VfEval
+):
     episodes = await played("calculator", 6)
     sessions = Sessions(source_of("calculator"))
     monkeypatch.setenv("AGENTRL_TOKEN", "t0ken-1")
     async with serving_env(sessions, token="t0ken-1") as url, replaying(episodes) as endpoint:
         folder = await asyncio.to_thread(package, tmp_path / "served", url)
-        traces, _ = await vf_eval(folder, endpoint, "-n", "6")
+        traces, _ = await vf_eval.run(folder, endpoint, "-n", "6")
         assert not len(sessions), "every session is closed"
     assert rewards_by_index(traces) == {i: dict(episode.rewards) for i, episode in enumerate(episodes)}
     settings = json.loads((folder / "served/served.json").read_text())
@@ -161,13 +195,14 @@ async def test_a_package_connects_to_a_running_server(tmp_path: Path, monkeypatc
 
 @needs_verifiers
 @pytest.mark.slow
-async def test_a_python_without_agentrl_and_another_harness_are_clear_errors(tmp_path: Path):
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_python_without_agentrl_and_another_harness_are_clear_errors(tmp_path: Path, vf_eval: VfEval):
     episodes = await played("calculator", 1)
     folder = package(tmp_path / "served", NAMES["calculator"])
     async with replaying(episodes) as endpoint:
-        _, log = await vf_eval(folder, endpoint, "-n", "1", env={"AGENTRL_PYTHON": str(PYTHON)}, code=1)
+        _, log = await vf_eval.run(folder, endpoint, "-n", "1", env={"AGENTRL_PYTHON": str(PYTHON)}, code=1)
         assert "set AGENTRL_PYTHON to a Python that has agentrl" in log
-        traces, _ = await vf_eval(folder, endpoint, "-n", "1", "--env.agent.harness.id", "null")
+        traces, _ = await vf_eval.run(folder, endpoint, "-n", "1", "--env.agent.harness.id", "null")
     [error] = traces[0]["errors"]
     assert "remove --env.agent.harness.id" in error["message"]
 
