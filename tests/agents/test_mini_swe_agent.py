@@ -106,7 +106,7 @@ def test_it_trains(agents: Path, tmp_path: Path):
         steps=2,
         warmup=warmup,
         rollout=rollout,
-        eval={"tasks": 2},
+        eval={"tasks": 1, "before_training": False},
         model={"tiny": {"hidden": 64, "heads": 2}},
     )
     with RunStore.open(config, tmp_path / "run") as store:

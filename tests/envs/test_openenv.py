@@ -159,11 +159,11 @@ async def test_200_episodes_earn_what_the_own_client_reads(guess: str):
 
 @needs_openenv
 @pytest.mark.slow
-async def test_200_episodes_of_an_mcp_environment_earn_what_the_own_client_reads(ledger: str):
-    tasks = [Task(f"t{i}", {}, seed=i) for i in range(200)]
+async def test_64_episodes_of_an_mcp_environment_earn_what_the_own_client_reads(ledger: str):
+    tasks = [Task(f"t{i}", {}, seed=i) for i in range(64)]
     played = await episodes(ledger, tasks, lambda tools, i: mixed(tools, balance, i))
     assert [e.reward for e in played] == pytest.approx(own_rewards(ledger, played, mcp=True))
-    assert [e.reward for e in played[::3]] == [1.0] * 67
+    assert [e.reward for e in played[::3]] == [1.0] * 22
     assert {tool["function"]["name"] for tool in played[0].tools} == {"add", "fail"}
     assert 0.0 in {e.reward for e in played}
 

@@ -1,4 +1,4 @@
-"""Inspect tasks; `inspect_tasks.py TASK KIND`, run by a Python with inspect-ai, prints Inspect's own scores."""
+"""Inspect tasks; `inspect_tasks.py`, run by a Python with inspect-ai, prints Inspect's own scores."""
 
 from __future__ import annotations
 
@@ -115,12 +115,16 @@ class Scripted(ModelAPI):
 
 
 def main() -> None:
-    """Print Inspect's scores of a policy, by sample."""
-    made = {"sums": sums, "tools": tools}[sys.argv[1]]()
+    """Print Inspect's scores of each policy on each task, by sample."""
     options: Any = {"display": "none", "log_dir": tempfile.mkdtemp(), "max_samples": 64}
-    (log,) = eval(made, model=f"scripted/{sys.argv[2]}", **options)
-    scores = {s.id: {n: score.value for n, score in (s.scores or {}).items()} for s in log.samples or []}
-    sys.stdout.write(json.dumps(scores))
+    found = {}
+    for name, made in (("sums", sums), ("tools", tools)):
+        for kind in ("oracle", "random", "scripted"):
+            (log,) = eval(made(), model=f"scripted/{kind}", **options)
+            found[f"{name}/{kind}"] = {
+                s.id: {n: score.value for n, score in (s.scores or {}).items()} for s in log.samples or []
+            }
+    sys.stdout.write(json.dumps(found))
 
 
 if __name__ == "__main__":
