@@ -274,7 +274,7 @@ def main() -> None:
     """Play every installed ecosystem and print how many agree."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="ecosystems; all by default")
-    parser.add_argument("--quick", action="store_true", help="100 episodes per game instead of 400")
+    parser.add_argument("--quick", action="store_true", help="25 episodes per game instead of 400")
     parser.add_argument("--write", action="store_true", help=f"replace bench/results/{RESULTS.name}")
     args = parser.parse_args()
     ours, counts = 0, dict[str, list[int] | str]()
@@ -286,7 +286,7 @@ def main() -> None:
             print(f"{name:<16} skipped: not found: {needed}", flush=True)
             continue
         start = time.perf_counter()
-        agreed, count = run(100 if args.quick else 400)
+        agreed, count = run(25 if args.quick else 400)
         ours, counts[name] = ours + (agreed == count), [agreed, count]
         print(f"{name:<16} {agreed} of {count} rewards agree ({time.perf_counter() - start:.1f} s)", flush=True)
     line = {"bench": "reach", "ours": ours, "baseline": GOAL, "ratio": ours / GOAL, "unit": "ecosystems"}
