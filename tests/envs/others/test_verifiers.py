@@ -55,11 +55,11 @@ def own_rewards(num_tasks: int = 70) -> dict[str, Any]:
 @needs_verifiers
 @pytest.mark.slow
 async def test_rewards_equal_those_of_verifiers() -> None:
-    env = sums(args={"tooled": True, "num_tasks": 5})  # bench/reach.py plays 210 episodes
-    own = await asyncio.to_thread(own_rewards, 5)
+    env = sums(args={"tooled": True, "num_tasks": 8})  # bench/reach.py plays 210 episodes
+    own = await asyncio.to_thread(own_rewards, 8)
     for kind in ("oracle", "random", "scripted"):
         episodes = await asyncio.gather(*[play(env(), t, policy(kind, True)) for t in env.tasks()])
-        assert len(own[kind]) == len(episodes) == 5
+        assert len(own[kind]) == len(episodes) == 8
         assert {e.task.id: dict(e.rewards) for e in episodes} == own[kind]
         if kind == "oracle":
             assert all(e.rewards["right"] == 1.0 and e.solved for e in episodes)
