@@ -32,6 +32,10 @@ SHARES: Mapping[str, tuple[float, float]] = {
 }
 """Share of the tasks on which a policy is paid that makes an error, and a warning."""
 CONSTANT_SHARE = 0.8
+NUM_FLOOR, NUM_FLOOR_FEW = 6, 3
+"""Tasks on which every policy at the floor plays before it is confirmed on more, and of slow envs."""
+NUM_SEARCH, NUM_SEARCH_FEW = 4, 2
+"""The same for constant answers."""
 NUM_CONFIRMED = 24
 MARGIN = 1e-6
 
@@ -187,7 +191,7 @@ async def examine_floors(
 ) -> None:
     """Play every policy that ignores the task on several tasks and report those that are rewarded."""
     entries = strategies(tools, arena.seen, few=few)
-    some = tasks[:3] if few else tasks[:6]
+    some = tasks[: NUM_FLOOR_FEW if few else NUM_FLOOR]
     plan = [(what, task, policy) for _, what, policy in entries for task in some]
     episodes = iter(await arena.all_of(plan))
     by_entry = [[next(episodes) for _ in some] for _ in entries]
@@ -286,7 +290,7 @@ async def examine_search(
     """Search for one answer, or one repeated call, that is rewarded whatever the task is."""
     final = final_tools(tools, arena.seen)
     texts = [tool for tool in final if takes_text(tool)][: 1 if few else 2]
-    some = tasks[:2] if few else tasks[:4]
+    some = tasks[: NUM_SEARCH_FEW if few else NUM_SEARCH]
     entries: list[Entry] = []
     for text in (FILLER, *CONSTANTS, *STUFFED)[: 6 if few else None]:
         what = f"{text[:30]!r}" + ("..." if len(text) > 30 else "")
