@@ -14,6 +14,8 @@ from itertools import pairwise
 
 from pydantic import BaseModel
 
+from agentrl.syntax import parse, source_of
+
 
 def sentence(section: type[BaseModel], name: str) -> str:
     """What is written under a field, or given as its description; empty if there is nothing."""
@@ -29,7 +31,7 @@ def sentences(section: type[BaseModel]) -> Mapping[str, str]:
 
 def _own(section: type[BaseModel]) -> Iterator[tuple[str, str]]:
     try:
-        [written] = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+        [written] = parse(textwrap.dedent(source_of(section))).body
     except (OSError, TypeError, SyntaxError):  # defined where no source is kept
         return
     assert isinstance(written, ast.ClassDef)

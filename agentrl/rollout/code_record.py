@@ -23,6 +23,7 @@ from agentrl.rollout.content import Content
 from agentrl.rollout.source_files import module_file, source_names, with_imports
 from agentrl.run_folder.files import read_bounded
 from agentrl.run_folder.task_digests import MOST, MOST_GENERATED
+from agentrl.syntax import parse, source_of
 
 NAMED = 5
 """Definitions or rows that a message names; more are counted."""
@@ -142,12 +143,12 @@ def _code_object(found: object) -> object:
 def _source(found: object) -> str:
     """The source of a class or function; of a class of a notebook, whose own is not kept, that of its methods."""
     with suppress(OSError, TypeError):  # TypeError: it is no code
-        return inspect.getsource(found)  # type: ignore[arg-type]
+        return source_of(found)
     texts = []
     for member in vars(found).values() if isinstance(found, type) else ():
         function = inspect.unwrap(getattr(member, "__func__", getattr(member, "fget", None) or member))
         with suppress(OSError, TypeError):
-            texts.append(textwrap.indent(textwrap.dedent(inspect.getsource(function)), "    "))
+            texts.append(textwrap.indent(textwrap.dedent(source_of(function)), "    "))
     return "\n".join([f"class {found.__name__}:", *texts]) if isinstance(found, type) and texts else ""
 
 
@@ -155,7 +156,7 @@ def _definitions(text: str) -> dict[str, str]:
     """Each definition of a file with a digest that ignores comments and layout."""
     texts: dict[str, list[str]] = {}  # several of one name: overloads, the getter and setter of a property
     try:
-        tree = ast.parse(textwrap.dedent(text) if text.startswith((" ", "\t")) else text)
+        tree = parse(textwrap.dedent(text) if text.startswith((" ", "\t")) else text)
         for name, node in _named_nodes(tree):
             texts.setdefault(name, []).append(ast.unparse(node))
     except (SyntaxError, ValueError, RecursionError):

@@ -8,6 +8,8 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from agentrl.syntax import parse
+
 HOUSE = Path(__file__).resolve().parents[1]
 SHIPPED = HOUSE / "envs"
 """Code of agentrl itself is no source file of a run, except for its envs."""
@@ -64,7 +66,7 @@ def _own(path: Path) -> Path | None:
 
 def _imported(path: Path, text: str) -> Iterator[Path]:
     try:
-        nodes = list(ast.walk(ast.parse(text)))
+        nodes = list(ast.walk(parse(text)))
     except (SyntaxError, ValueError, RecursionError):
         return
     for node in nodes:
