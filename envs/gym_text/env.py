@@ -27,8 +27,8 @@ class _ToyText(GymnasiumEnv):
     view = "board.js"
 
     def make_game(self, **options: Any) -> gymnasium.Env[Any, object]:
-        """A game of its own that shares the transition table with games of the same options, as tables never
-        change and take longest to build."""
+        """Make a game. Games with the same options share one transition table, which is slow to build and never
+        changes."""
         known = _made(type(self), self.env_id, repr(sorted({**self.make_options, **options}.items())))
         if not known:
             known.append(super().make_game(**options))

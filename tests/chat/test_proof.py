@@ -52,7 +52,7 @@ def test_equal_renderers_share_a_proof_and_others_do_not(tmp_path: Path):
     assert prove(changed) is not proof
     assert not changed.appends_only
     chosen = Renderer.from_directory(folder, template="chatml", parser=one.parser.name)
-    assert "(model.parser)" in str(prove(chosen)), "what the proof says of the parser"
+    assert "(model.parser)" in str(prove(chosen)), "a chosen parser gets its own proof"
 
 
 def test_the_shapes_are_all_there():

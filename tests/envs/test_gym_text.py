@@ -1,4 +1,4 @@
-"""Games with a transition table: maps are those of Gymnasium, and games that share a table share nothing else."""
+"""The text games: lake maps match Gymnasium's, and games share a transition table but no other state."""
 
 from __future__ import annotations
 

@@ -314,8 +314,6 @@ def test_rollouts_need_no_trainer():
 
 
 @pytest.mark.timeout(60)
-# A stopped call may be inside of a weak reference's callback, which drops the exception that stops it.
-@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 def test_an_iteration_that_ends_early_stops_the_episodes():
     for group in agentrl.rollouts(SMALL, 50):
         assert group.episodes

@@ -96,7 +96,7 @@ class EpisodeThread:
             try:
                 finished = await _settled(job.future, timeout_s)
             except asyncio.CancelledError:
-                self._ending = asyncio.ensure_future(self._end(worker, job))
+                self._ending = asyncio.ensure_future(self._end(worker, job, PROMPT_S))
                 raise
             if not finished:
                 self._ending = asyncio.ensure_future(self._end(worker, job))
@@ -125,7 +125,10 @@ class EpisodeThread:
         if worker is not None and self._lease is not None and self._lease.detach():
             worker.give_back()
 
-    async def _end(self, worker: _Worker, job: _Job) -> None:
+    async def _end(self, worker: _Worker, job: _Job, patience_s: float = 0.0) -> None:
+        """Stop a call, unless it returns within `patience_s`: most calls that nobody waits for any more do."""
+        if await _settled(job.future, patience_s):
+            return
         if (
             self.on_timeout is not None
             and await self.on_timeout(job.name)
