@@ -36,6 +36,8 @@ Hook = Callable[[str], Awaitable[bool]]
 
 GRACE_S = 3.0
 """How long a call may take to stop before its thread is abandoned."""
+MOMENT_S = 0.05
+"""Time that a cancelled call has to return before it is stopped."""
 PROMPT_S = 1.0
 """How long a timeout waits for its call to stop before it is reported anyway."""
 MAX_IDLE = 256
@@ -96,7 +98,7 @@ class EpisodeThread:
             try:
                 finished = await _settled(job.future, timeout_s)
             except asyncio.CancelledError:
-                self._ending = asyncio.ensure_future(self._end(worker, job, PROMPT_S))
+                self._ending = asyncio.ensure_future(self._end(worker, job, MOMENT_S))
                 raise
             if not finished:
                 self._ending = asyncio.ensure_future(self._end(worker, job))
