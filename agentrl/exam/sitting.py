@@ -24,7 +24,7 @@ from agentrl.exam.floors import (
     judge_oracle,
     summarize_oracle,
 )
-from agentrl.exam.fresh_process import play_elsewhere
+from agentrl.exam.fresh_process import FreshProcesses
 from agentrl.exam.leaks import answers_of, examine_prompt, examine_replies, examine_tools
 from agentrl.exam.magnitude import examine_bounds, judge_bounds, judge_parts
 from agentrl.exam.marks import CHECKS, ExamResult, Level
@@ -66,7 +66,7 @@ def examine(
     *,
     tasks: int | None = None,
     play_outside: bool = False,
-    processes: bool = True,
+    processes: bool | FreshProcesses = True,
     say: Say = lambda text: None,
 ) -> list[ExamResult]:
     """Examine the env of a run, or each of several.
@@ -74,20 +74,25 @@ def examine(
     Args:
         tasks: tasks of each env that the oracle plays; by default 64, or all of up to 256 rows.
         play_outside: call tools that act outside of the episode (MCP servers, HTTP) as well.
-        processes: repeat episodes in other processes too, which takes some seconds.
+        processes: repeat episodes in other processes too, which takes some seconds; the processes, where several
+            exams share them.
         say: called with progress messages.
 
     Raises:
         ConfigError: an env or its tasks cannot be loaded.
     """
     found = examinees(config, hold_back=not play_outside)
-    results = [asyncio.run(_closing(examinee, tasks, processes, say)) for examinee in found]
+    with contextlib.ExitStack() as stack:
+        fresh = stack.enter_context(FreshProcesses()) if processes is True else processes or None
+        results = [asyncio.run(_closing(examinee, tasks, fresh, say)) for examinee in found]
     for result, before, again in zip(results, found, examinees(config, hold_back=not play_outside), strict=True):
         judge_generator(result, before, again)
     return results
 
 
-async def _closing(examinee: Examinee, tasks: int | None, processes: bool, say: Say) -> ExamResult:
+async def _closing(
+    examinee: Examinee, tasks: int | None, processes: FreshProcesses | None, say: Say
+) -> ExamResult:
     started = time.perf_counter()
     result = ExamResult(examinee.name, examinee.config.sole_env.use)
     with warnings.catch_warnings(), watching_files() as files, contextlib.redirect_stdout(io.StringIO()):
@@ -125,7 +130,7 @@ class _Exam:
         result: ExamResult,
         watch: LoopWatch,
         tasks: int | None,
-        processes: bool,
+        processes: FreshProcesses | None,
         say: Say,
     ) -> None:
         self.examinee, self.result, self.watch, self.processes, self.say = examinee, result, watch, processes, say
@@ -263,7 +268,8 @@ class _Exam:
 
     async def _processes(self, scripts: Sequence[Repeat], stable: dict[str, str]) -> None:
         result, use = self.result, self.examinee.config.sole_env.use
-        if not self.processes:
+        processes = self.processes
+        if processes is None:
             why = "not asked for"
         elif not stable:
             why = "no episode is the same when it is repeated in one process"
@@ -275,8 +281,9 @@ class _Exam:
             result.skip("process", why)
             result.skip("clock", why)
             return
+        assert processes is not None
         scripts = [s for s in scripts if s.key in stable]
-        play = partial(play_elsewhere, self.examinee.config, scripts, hold_back=self.examinee.hold_back)
+        play = partial(processes.play, self.examinee.config, scripts, hold_back=self.examinee.hold_back)
         backward = await play(hash_seed=1, backward=True, shifted=False)
         shifted = await play(hash_seed=2, backward=False, shifted=True)
         if isinstance(backward, str) or isinstance(shifted, str):

@@ -6,6 +6,7 @@ import pytest
 
 from agentrl.config.load import make_config
 from agentrl.exam import floors, sitting, speed
+from agentrl.exam.fresh_process import FreshProcesses
 from agentrl.exam.marks import ExamResult, Level
 from agentrl.exam.sitting import examine
 from tests.exam import planted
@@ -16,15 +17,23 @@ from tests.exam.planted_more import AnyNumber
 from tests.exam.planted_subtle import FAULTS as SUBTLE
 
 
-def exam(use: str, *, tasks: int | None = None, processes: bool = True) -> ExamResult:
+@pytest.fixture(scope="module")
+def fresh():
+    """The processes in which episodes are repeated: starting them costs more than most exams."""
+    with FreshProcesses() as processes:
+        yield processes
+
+
+def exam(use: str, *, processes: bool | FreshProcesses, tasks: int | None = None) -> ExamResult:
     config = make_config({"name": "exam", "model": {"path": "."}}, [f"env.use={use}"], use, check_paths=False)
     [result] = examine(config, tasks=tasks, processes=processes)
     return result
 
 
-def examined(faulty: type, checks: tuple[str, ...]) -> bool:
+def examined(faulty: type, checks: tuple[str, ...], fresh: FreshProcesses) -> bool:
     """Whether one of the checks finds the fault; other processes play only for faults that need them."""
-    result = exam(f"{faulty.__module__}:{faulty.__name__}", processes=not {"process", "clock"}.isdisjoint(checks))
+    needed = not {"process", "clock"}.isdisjoint(checks)
+    result = exam(f"{faulty.__module__}:{faulty.__name__}", processes=needed and fresh)
     return bool({finding.check for finding in result.at_least(Level.ERROR)} & set(checks))
 
 
@@ -44,32 +53,32 @@ def test_there_are_at_least_twenty_faults():
 
 
 @pytest.mark.parametrize("faulty", FAULTS, ids=lambda c: c.__name__)
-def test_the_planted_fault_is_found(faulty, quicker):
-    assert examined(faulty, FAULTS[faulty])
+def test_the_planted_fault_is_found(faulty, quicker, fresh):
+    assert examined(faulty, FAULTS[faulty], fresh)
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("faulty", SUBTLE, ids=lambda c: c.__name__)
-def test_a_subtle_fault_is_found(faulty):
-    assert examined(faulty, SUBTLE[faulty])
+def test_a_subtle_fault_is_found(faulty, fresh):
+    assert examined(faulty, SUBTLE[faulty], fresh)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("faulty", MORE, ids=lambda c: c.__name__)
-def test_a_fault_written_in_another_way_is_found(faulty, quicker):
-    assert examined(faulty, MORE[faulty])
+def test_a_fault_written_in_another_way_is_found(faulty, quicker, fresh):
+    assert examined(faulty, MORE[faulty], fresh)
 
 
 @pytest.mark.timeout(120)
-def test_listing_hundreds_of_numbers_is_a_warning():
-    result = exam(f"{AnyNumber.__module__}:{AnyNumber.__name__}")
+def test_listing_hundreds_of_numbers_is_a_warning(fresh):
+    result = exam(f"{AnyNumber.__module__}:{AnyNumber.__name__}", processes=fresh)
     assert "search" in {f.check for f in result.at_least(Level.WARNING)}, result.findings
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("healthy", HEALTHY, ids=lambda c: c.__name__)
-def test_a_healthy_env_passes(healthy):
-    result = exam(f"{healthy.__module__}:{healthy.__name__}")
+def test_a_healthy_env_passes(healthy, fresh):
+    result = exam(f"{healthy.__module__}:{healthy.__name__}", processes=fresh)
     assert result.at_least(Level.WARNING) == []
     assert not set(result.not_examined) & {"process", "clock", "parallel"}
 
@@ -92,25 +101,26 @@ IN_SANDBOXES = {"agentrl.envs.files:Files", "agentrl.envs.python_code:PythonCode
 @pytest.mark.parametrize(
     "use", [pytest.param(use, marks=[pytest.mark.slow] * slow) for use, slow in SHIPPED.items()]
 )
-def test_a_shipped_env_passes(use, monkeypatch):
+def test_a_shipped_env_passes(use, monkeypatch, fresh):
     if use in IN_SANDBOXES:  # each takes tens of milliseconds to make: every text is played on two tasks
         for name in ("NUM_FLOOR", "NUM_FLOOR_FEW", "NUM_SEARCH", "NUM_SEARCH_FEW"):
             monkeypatch.setattr(floors, name, 2)
-    result = exam(use, tasks=3 if SHIPPED[use] else 12)  # and a held-out one: reward search needs four
+    # Three and a held-out one: reward search needs four.
+    result = exam(use, processes=fresh, tasks=3 if SHIPPED[use] else 12)
     assert result.at_least(Level.WARNING) == []
     assert result.oracle
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_the_bad_label_of_bfcl_is_found():
+def test_the_bad_label_of_bfcl_is_found(fresh):
     pytest.importorskip("bfcl_eval")
-    errors = exam("bfcl:multi_turn_base").at_least(Level.ERROR)
+    errors = exam("bfcl:multi_turn_base", processes=fresh).at_least(Level.ERROR)
     assert {task for finding in errors for task in finding.tasks} == {"multi_turn_base_173"}
 
 
 @pytest.mark.timeout(60)
-def test_an_env_of_a_scheme_without_an_oracle_says_what_was_not_examined():
-    result = exam("gymnasium:FrozenLake-v1")
+def test_an_env_of_a_scheme_without_an_oracle_says_what_was_not_examined(fresh):
+    result = exam("gymnasium:FrozenLake-v1", processes=fresh)
     assert result.at_least(Level.ERROR) == []
     assert {"oracle", "leak"} <= set(result.not_examined)
