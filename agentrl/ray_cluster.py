@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -96,9 +97,14 @@ def _knock(address: str) -> None:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Ray takes SIGTERM for itself; the run has its own way of leaving."""
+    """Ray takes SIGTERM for itself, or warns that it cannot; the run has its own way of leaving."""
     if threading.current_thread() is not threading.main_thread():
-        yield
+        logger = logging.getLogger("ray._private.worker")
+        logger.addFilter(_not_about_sigterm)
+        try:
+            yield
+        finally:
+            logger.removeFilter(_not_about_sigterm)
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -106,3 +112,7 @@ def _signals_kept() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _not_about_sigterm(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("SIGTERM handler is not set")

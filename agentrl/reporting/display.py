@@ -187,8 +187,11 @@ class PlainDisplay(Display):
         self._count_notes()
 
     def phase(self, name: str, total: int | None = None, done: int = 0) -> None:
-        """Announce the phase."""
+        """Announce the phase, unless it is the current one."""
+        continued = name == self.progress.name and total is None
         self.progress.begin(name, total, done)
+        if continued:
+            return
         if done:
             self._line(f"{name}: resumes after {self.progress.count()}")
         else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,7 +46,10 @@ def content_digest(path: Path) -> str:
 
 
 def changes_of_run(run: Path, old: RunConfig, new: RunConfig) -> list[Change]:
-    """Every key whose value differs; a model or file that has only moved is a free change."""
+    """Every key whose value differs, and every model that was replaced under the same path.
+
+    A model or file that has only moved is a free change.
+    """
     recorded, found = _recorded(run), []
     for change in changes_of(old, new):
         before, after = _path(old, change.key), _path(new, change.key)
@@ -58,6 +61,16 @@ def changes_of_run(run: Path, old: RunConfig, new: RunConfig) -> list[Change]:
                 why = "its content differs" if wanted else "the old one is gone and its content unknown"
                 change = replace(change, new=f"{change.new} ({why})")
         found.append(change)
+    return found + _replaced(new, recorded, {change.key for change in found})
+
+
+def _replaced(config: RunConfig, recorded: Mapping[str, str], changed: Collection[str]) -> list[Change]:
+    """The models whose content differs from what was recorded, other than those whose key changed."""
+    found = []
+    for key, wanted in recorded.items():
+        path = None if key in changed else _path(config, key)
+        if path is not None and path.is_dir() and content_digest(path) not in ("", wanted):
+            found.append(Change(key, repr(str(path)), f"{str(path)!r} (its content differs)", "fixed"))
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from agentrl.engine.checks import check_sampling
-from agentrl.engine.local.sampler import Draw, sample, uniforms
+from agentrl.engine.local.sampler import ROUNDING, Draw, sample, uniforms
 from agentrl.types import Sampling
 from tests.engine.engine_models import assert_follows
 
@@ -69,23 +69,23 @@ def expected(temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -
 )
 def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: float, min_p: float):
     count = 40_000
-    ids, _ = sample(LOGITS.expand(count, -1), draw_of(count, temperature, top_k, top_p, min_p))
+    ids, _, _ = sample(LOGITS.expand(count, -1), draw_of(count, temperature, top_k, top_p, min_p))
     assert_follows(ids.numpy(), expected(temperature, top_k, top_p, min_p))
 
 
 def test_the_check_would_notice_a_wrong_distribution():
-    ids, _ = sample(LOGITS.expand(40_000, -1), draw_of(40_000, temperature=1.05))
+    ids, _, _ = sample(LOGITS.expand(40_000, -1), draw_of(40_000, temperature=1.05))
     with pytest.raises(AssertionError):
         assert_follows(ids.numpy(), expected(1.0, 0, 1.0))
 
 
 def test_logprobs_are_scaled_by_temperature_and_not_renormalised_by_filters():
-    ids, logprobs = sample(LOGITS.expand(200, -1), draw_of(200, temperature=0.5, top_k=3, top_p=0.9))
+    ids, logprobs, _ = sample(LOGITS.expand(200, -1), draw_of(200, temperature=0.5, top_k=3, top_p=0.9))
     assert torch.allclose(logprobs, torch.log_softmax(LOGITS / 0.5, -1)[ids])
 
 
 def test_greedy_takes_the_largest_with_its_logprob_at_temperature_one():
-    ids, logprobs = sample(LOGITS.expand(3, -1), draw_of(3, temperature=0.0, top_k=2))
+    ids, logprobs, _ = sample(LOGITS.expand(3, -1), draw_of(3, temperature=0.0, top_k=2))
     assert ids.tolist() == [int(LOGITS.argmax())] * 3
     assert torch.allclose(logprobs, torch.log_softmax(LOGITS, -1).max().expand(3))
 
@@ -99,29 +99,79 @@ def test_rows_of_a_mixed_batch_are_drawn_as_if_alone():
         min_p=np.array([0.0, 0.1, 0.0, 0.0, 0.2, 0.9]),
         uniform=uniforms(np.arange(6, dtype=np.uint64), np.full(6, 2, dtype=np.int64)),
     )
-    ids, logprobs = sample(logits, draw)
+    ids, logprobs, _ = sample(logits, draw)
     for row in range(6):
-        alone = Draw(*(getattr(draw, field.name)[row : row + 1] for field in dataclasses.fields(Draw)))
-        one_id, one_logprob = sample(logits[row : row + 1], alone)
+        one_id, one_logprob, _ = sample(logits[row : row + 1], draw.of(slice(row, row + 1)))
         assert (int(ids[row]), float(logprobs[row])) == (int(one_id), float(one_logprob))
 
 
 def test_a_large_vocabulary_is_worked_on_in_parts():
     logits = torch.randn(40, 150_000, generator=torch.Generator().manual_seed(3))
-    ids, logprobs = sample(logits, draw_of(40))
+    ids, logprobs, _ = sample(logits, draw_of(40))
     assert torch.allclose(logprobs, torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0])
-    assert torch.equal(ids[33:34], sample(logits[33:34], Draw(*(c[33:34] for c in _columns(draw_of(40)))))[0])
+    assert torch.equal(ids[33:34], sample(logits[33:34], draw_of(40).of(slice(33, 34))).ids)
 
 
-def _columns(draw: Draw) -> list[np.ndarray]:
-    return [getattr(draw, field.name) for field in dataclasses.fields(Draw)]
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(0, 1.0, 0.0), (40, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.1)]
+)
+def test_draws_from_a_large_vocabulary_follow_the_distribution(top_k: int, top_p: float, min_p: float):
+    """Most of its tokens are all but impossible, so that every block has some of the likely ones."""
+    logits = torch.full((5_000,), -30.0)
+    likely = torch.randperm(5_000, generator=torch.Generator().manual_seed(2))[: len(LOGITS)].sort().values
+    logits[likely] = LOGITS
+    draw = draw_of(6_000, 1.0, top_k, top_p, min_p)
+    parts = [sample(logits.expand(500, -1), draw.of(slice(at, at + 500))).ids for at in range(0, 6_000, 500)]
+    place = torch.full((5_000,), -1).index_copy_(0, likely, torch.arange(len(likely)))
+    assert_follows(place[torch.cat(parts)].numpy(), expected(1.0, top_k, top_p, min_p))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "temperature", "top_k", "top_p", "min_p"),
+    [
+        (600, 1.0, 0, 1.0, 0.0),
+        (600, 0.3, 0, 1.0, 0.0),
+        (5_000, 1.0, 0, 1.0, 0.0),
+        (600, 0.0, 0, 1.0, 0.0),
+        (600, 1.0, 20, 1.0, 0.0),
+        (600, 1.5, 0, 0.8, 0.0),
+        (600, 1.4, 0, 1.0, 0.02),
+        (600, 1.0, 50, 0.9, 0.01),
+    ],
+)
+def test_every_draw_that_rounding_changes_is_unsure(
+    vocabulary: int, temperature: float, top_k: int, top_p: float, min_p: float
+):
+    count, noise = 2_000 if vocabulary == 600 else 400, 0.9 * ROUNDING
+    random = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randn(count, vocabulary, generator=random) * 2
+    draw = draw_of(count, temperature, top_k, top_p, min_p)
+    ids, _, unsure = sample(logits, draw)
+    changed = torch.zeros(count, dtype=torch.bool)
+    for _ in range(10):
+        signs = torch.randint(0, 2, logits.shape, generator=random) * 2 - 1
+        changed |= sample(logits + noise * signs, draw).ids != ids
+    # The worst case: everything up to the drawn token gains, everything after it loses, or the other way around.
+    after = torch.arange(vocabulary) > ids[:, None]
+    for sign in (1, -1):
+        changed |= sample(logits + noise * sign * (1 - 2 * after.float()), draw).ids != ids
+    assert not changed[~unsure].any()
+    assert changed.any()
+    assert unsure.mean() < 0.15
+
+
+def test_few_draws_of_a_trained_policy_are_unsure():
+    """One token has nearly all of the mass, as after most tokens of a trained policy."""
+    logits = torch.randn(20_000, 600, generator=torch.Generator().manual_seed(1))
+    logits[:, 300] += 15.0
+    assert sample(logits, draw_of(20_000)).unsure.sum() < 10
 
 
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_the_ends_of_the_unit_interval_never_draw_an_impossible_token(top_k: int):
     logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]]).expand(2, -1)
     uniform = np.array([0.0, 1.0 - 2.0**-53])
-    ids, _ = sample(logits, dataclasses.replace(draw_of(2, top_k=top_k), uniform=uniform))
+    ids, _, _ = sample(logits, dataclasses.replace(draw_of(2, top_k=top_k), uniform=uniform))
     assert set(ids.tolist()) == {1, 2}
 
 
@@ -140,7 +190,7 @@ def test_uniform_numbers_are_uniform_over_seeds_and_over_positions():
 
 def test_logits_that_are_not_finite_show_in_the_logprob():
     logits = torch.stack([LOGITS, torch.full_like(LOGITS, torch.nan)])
-    _, logprobs = sample(logits, draw_of(2))
+    _, logprobs, _ = sample(logits, draw_of(2))
     assert torch.isfinite(logprobs).tolist() == [True, False]
 
 

@@ -11,6 +11,7 @@ import torch
 from agentrl.engine.local.attention import AttentionPlan
 from agentrl.engine.local.batching import Batcher, BatchLimits
 from agentrl.engine.local.flat_model import FlatModel, load_model
+from agentrl.engine.local.sampler import ROUNDING
 from agentrl.engine.local.slots import BatchRequest
 from agentrl.types import Completion, Sampling
 from tests.engine.engine_models import VOCABULARY, logprobs_of, reference
@@ -19,10 +20,14 @@ from tests.engine.engine_models import VOCABULARY, logprobs_of, reference
 class Steps:
     """A scheduler whose passes are recorded: `passes[i]` is the number of tokens of the i-th."""
 
-    def __init__(self, path: Path, **limits: int) -> None:
+    def __init__(self, path: Path, *, alone: bool = False, noise: float = 0.0, **limits: int) -> None:
+        """`noise` is added to the logits of every pass, with random signs; `alone`: as the engine does."""
         self.model = FlatModel(load_model(path, dtype="float32", device="cpu"))
+        self.noise, self.random = noise, torch.Generator().manual_seed(5)
         bounds = {"max_slots": 64, "max_context": 512, "budget_tokens": 100_000, "prefill_chunk": 64} | limits
-        self.scheduler = Batcher(self._forward, self.model.shape, BatchLimits(**bounds))
+        self.scheduler = Batcher(
+            self._forward, self.model.shape, BatchLimits(**bounds), alone=self.model.alone if alone else None
+        )
         self.passes: list[int] = []
         self.answers: dict[BatchRequest, Completion | Exception] = {}
 
@@ -30,7 +35,8 @@ class Steps:
         self, ids_N: torch.Tensor, positions_N: torch.Tensor, plan: AttentionPlan, keep_k: torch.Tensor
     ) -> torch.Tensor:
         self.passes.append(len(ids_N))
-        return self.model(ids_N, positions_N, plan, keep_k)
+        logits = self.model(ids_N, positions_N, plan, keep_k)
+        return logits + self.noise * (2 * torch.randint(0, 2, logits.shape, generator=self.random) - 1)
 
     def submit(self, ids: list[int], sampling: Sampling, session: str | None = None) -> BatchRequest:
         request = BatchRequest(
@@ -139,3 +145,24 @@ def test_the_youngest_gives_way_and_its_tokens_are_kept(models: dict[str, Path])
         assert isinstance(answer, Completion)
         assert (len(answer.ids), answer.finish) == (90, "length")
         assert answer.logprobs == pytest.approx(logprobs_of(model, prompt(60, seed), answer.ids), abs=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_the_rounding_of_the_batch_changes_no_token(models: dict[str, Path], temperature: float):
+    """Forty times the rounding that was measured, and another batch and other chunks."""
+
+    def tokens(alone: bool, noise: float, **limits: int) -> list[tuple[int, ...]]:
+        steps = Steps(models["qwen3"], alone=alone, noise=noise, **limits)
+        requests = [
+            steps.submit(prompt(5 + i % 20, i), Sampling(temperature, max_tokens=150, seed=i)) for i in range(40)
+        ]
+        steps.run()
+        answers = [steps.answers[request] for request in requests]
+        return [answer.ids for answer in answers if isinstance(answer, Completion)]
+
+    noise = 0.5 * ROUNDING
+    expected = tokens(True, 0.0)
+    assert len(expected) == 40
+    assert tokens(True, noise) == expected
+    assert tokens(True, noise, max_slots=7, prefill_chunk=16) == expected
+    assert tokens(False, noise) != expected, "the noise changes nothing: the test does not show anything"

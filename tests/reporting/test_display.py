@@ -249,6 +249,7 @@ def test_a_long_wait_says_what_is_being_done():
     out, clock = console(terminal=False), Clock()
     display = PlainDisplay(out, again="", clock=clock)
     display.phase("start")
+    display.phase("start")  # each part of the start says so
     display.within("starting 2 sglang servers")
     clock.now += 29.0
     display.remind()

@@ -199,6 +199,11 @@ def test_a_model_that_has_moved_is_the_same_model():
     assert run(settings(steps=3, model={"path": str(moved)}), "runs/letters").finished
     assert read_history(Path("runs/letters")) == []
     assert load_config("runs/letters/config.yaml").model.path == str(moved)
+    kept = Path("moved/model.safetensors").read_bytes()
+    Path("moved/model.safetensors").write_bytes(kept[:-1] + b"x")
+    with pytest.raises(ConfigError, match=r"model.path: '.*/moved' -> '.*/moved' \(its content differs\)"):
+        run(settings(steps=4, model={"path": str(moved)}), "runs/letters")
+    Path("moved/model.safetensors").write_bytes(kept)
     assert replay(Path("runs/letters"), 1).equal, "with the model where it is now"
     there.symlink_to(moved)
     fork = fork_run(settings(name="fork", model={"path": str(there)}), "runs/letters@1")

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -60,9 +61,17 @@ class Batcher:
     """Take requests and complete them, one step at a time."""
 
     def __init__(
-        self, forward: Forward, shape: CacheShape, limits: BatchLimits, recording: DecodeRecording | None = None
+        self,
+        forward: Forward,
+        shape: CacheShape,
+        limits: BatchLimits,
+        recording: DecodeRecording | None = None,
+        alone: Callable[[IntArray], Tensor] | None = None,
     ) -> None:
+        """`alone` computes the logits (V,) after some tokens without a batch or cache. With it, sampled tokens do
+        not depend on the rounding of the batch."""
         self.forward = forward
+        self.alone = alone
         self.limits = limits
         self.version = 0
         capacity = min(CAPACITY_STEP, limits.max_context)
@@ -184,7 +193,8 @@ class Batcher:
         table = self.table
         special = np.flatnonzero(table.special[slots])
         by_row = {int(row): self._options(int(slots[row])) for row in special}
-        ids, logprobs = sample_constrained(logits, table.draw(slots), by_row)
+        alone = None if self.alone is None else partial(self._alone, slots)
+        ids, logprobs = sample_constrained(logits, table.draw(slots), by_row, alone)
         finite = torch.isfinite(logprobs).cpu().numpy()
         finished = table.append(slots, ids.cpu().numpy(), logprobs.cpu().numpy(), self.version)
         tell(by_row, logits, table.temperature[slots], ids, logprobs, self.version)
@@ -199,6 +209,11 @@ class Batcher:
             request = self._leave(slot)
             stopped = int(request.ids[-1]) in request.sampling.stop_ids
             request.deliver(self._completion(request, "stop" if stopped else "length"))
+
+    def _alone(self, slots: IntArray, row: int) -> Tensor:
+        assert self.alone is not None
+        slot = int(slots[row])
+        return self.alone(self.table.tokens[slot, : self.table.known[slot]])
 
     def _options(self, slot: int) -> GenerateOptions:
         request = self.table.request[slot]

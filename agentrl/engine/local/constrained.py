@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentrl.engine.base import GenerateOptions, TokenLogprob
-from agentrl.engine.local.sampler import Draw, sample
+from agentrl.engine.base import GenerateOptions, Mask, TokenLogprob
+from agentrl.engine.local.sampler import Draw, Drawn, sample
 
 
 def sample_constrained(
-    logits_BV: Tensor, draw: Draw, by_row: Mapping[int, GenerateOptions]
+    logits_BV: Tensor, draw: Draw, by_row: Mapping[int, GenerateOptions], alone: Callable[[int], Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """Like `sample`, with the masks of the special rows; logprobs come from the unrestricted distribution."""
+    """Return ids (B,) and logprobs (B,), with the masks of the special rows; logprobs are the unrestricted ones.
+
+    Args:
+        alone: computes the logits (V,) of a row without the rest of the batch. Rows whose id depends on the
+            rounding of the batch are sampled from these; `logits_BV` holds them afterwards. None: they are not.
+    """
     masks = {row: options.mask for row, options in by_row.items() if options.mask is not None}
+    ids_B, logprobs_B, unsure_B = _sample_masked(logits_BV, draw, masks)
+    if alone is not None and unsure_B.any():
+        unsure = np.flatnonzero(unsure_B)
+        index = torch.from_numpy(unsure).to(logits_BV.device)
+        logits_BV[index] = torch.stack([alone(row) for row in unsure.tolist()])
+        again = {k: masks[row] for k, row in enumerate(unsure.tolist()) if row in masks}
+        ids_B[index], logprobs_B[index], _ = _sample_masked(logits_BV[index], draw.of(unsure), again)
+    for row, mask in masks.items():
+        mask.take(int(ids_B[row]))
+    return ids_B, logprobs_B
+
+
+def _sample_masked(logits_BV: Tensor, draw: Draw, masks: Mapping[int, Mask]) -> Drawn:
     if not masks:
         return sample(logits_BV, draw)
     restricted_BV = logits_BV.clone()
@@ -26,14 +44,11 @@ def sample_constrained(
         known = mask.allowed()[: logits_BV.shape[1]]
         allowed_V[: len(known)] = torch.from_numpy(known)
         restricted_BV[row].masked_fill_(~allowed_V.to(logits_BV.device), -torch.inf)
-    ids_B, logprobs_B = sample(restricted_BV, draw)
+    ids_B, logprobs_B, unsure_B = sample(restricted_BV, draw)
     rows = torch.tensor(list(masks), device=logits_BV.device)
     free_kV = scaled_logprobs(logits_BV[rows], draw.temperature[list(masks)])
-    logprobs_B = logprobs_B.clone()
     logprobs_B[rows] = free_kV.gather(1, ids_B[rows][:, None])[:, 0]
-    for row, mask in masks.items():
-        mask.take(int(ids_B[row]))
-    return ids_B, logprobs_B
+    return Drawn(ids_B, logprobs_B, unsure_B)
 
 
 def tell(

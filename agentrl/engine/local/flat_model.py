@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -101,6 +103,12 @@ class FlatModel:
         """Compute logits (N, V) of whole sequences, without a cache."""
         plan = plan or PackedAttention([len(row) for row in rows])
         return self._forward(self.module, *self._flat(rows), plan)
+
+    def alone(self, ids: Sequence[int] | NDArray[np.int64]) -> Tensor:
+        """Compute the logits (V,) after these tokens, the same bits each time: without a batch and a cache."""
+        ids_N = torch.as_tensor(ids, dtype=torch.long, device=self.device)
+        positions_N = torch.arange(len(ids_N), device=self.device)
+        return self._forward(self.module, ids_N, positions_N, positions_N[-1:], PackedAttention([len(ids_N)]))[0]
 
     def _flat(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
         """Return ids and positions of the concatenated rows, and the indices of all of them."""

@@ -74,7 +74,8 @@ class EngineCore:
         self.model = FlatModel(model, routes=routes)
         self.small = is_small(model)
         limits = _limits(self.model, bounds, bounds.get("sharers", 1) if self.small else 1)
-        self.scheduler = Batcher(self.model, self.model.shape, limits, _recording(self.model, cuda_graphs))
+        alone = self.model.alone if self.model.dtype == torch.float32 else None  # others round too much
+        self.scheduler = Batcher(self.model, self.model.shape, limits, _recording(self.model, cuda_graphs), alone)
         self.max_context = limits.max_context
         self.vocabulary = self.model.vocabulary
         self.threads = bounds.get("threads") or (1 if self.small else torch.get_num_threads())
@@ -112,8 +113,8 @@ class LocalEngine(Engine):
 
     Sequences are batched continuously: a request joins at the next token and leaves as soon as it ends. The state
     of a session is kept until its slot is needed; requests wait when every slot is running. Common prefixes are
-    computed once. `temperature` 0 and a fixed `seed` give the same tokens regardless of the rest of the batch, up
-    to the rounding of the matrix products.
+    computed once. In float32, a fixed `seed` gives the same tokens regardless of the rest of the batch; logprobs
+    can differ by the rounding of the matrix products. In bfloat16, that rounding can change tokens.
     """
 
     capabilities = EngineCapabilities(streaming=True, masks=True, prompt_logprobs=True)

@@ -1,20 +1,30 @@
 """Sample the next token, for a batch in which every row has separate sampling parameters.
 
 One uniform number decides each draw: it is a hash of (seed, position), so it depends neither on the other rows nor
-on when the row is computed. Shapes: B rows, V vocabulary.
+on when the row is computed. The logits do depend on the other rows, by the rounding of matrix products, so a draw
+that this rounding could change is reported as unsure. Shapes: B rows, V vocabulary, b blocks, W tokens of a block.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+BoolArray = NDArray[np.bool_]
+
+ROUNDING = 1e-4
+"""Maximum difference of a float32 logit between two batches; less was measured (docs/design/local-engine.md)."""
 _LOGITS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 25}
 """Number of logits processed at a time; limits the float64 scratch to 32 MiB, on a GPU to 256 MiB."""
+_ONE_BLOCK = 4096
+"""From a larger vocabulary, a block of about sqrt(V) tokens is drawn first, and then one of these: there are fewer
+borders that rounding could move across the number."""
 
 
 def uniforms(seeds_B: NDArray[np.uint64], positions_B: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -43,9 +53,21 @@ class Draw:
     min_p: NDArray[np.float64]
     uniform: NDArray[np.float64]
 
+    def of(self, rows: slice | NDArray[np.int64]) -> Draw:
+        """Return the parameters of some rows."""
+        return Draw(*(getattr(self, field.name)[rows] for field in fields(self)))
 
-def sample(logits_BV: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
-    """Return ids (B,) and their logprobs (B,) under the temperature-scaled, otherwise unfiltered distribution.
+
+class Drawn(NamedTuple):
+    """Ids (B,), their logprobs (B,), and which of them (B,) could differ if the logits differed by `ROUNDING`."""
+
+    ids: Tensor
+    logprobs: Tensor
+    unsure: BoolArray
+
+
+def sample(logits_BV: Tensor, draw: Draw) -> Drawn:
+    """Sample one id per row; logprobs are those of the temperature-scaled, otherwise unfiltered distribution.
 
     Rows with temperature 0 take the largest logit, with the logprob at temperature 1. A row whose logits are not
     finite gets a logprob that is not finite. Filters apply in the order temperature, min_p and top_k, top_p.
@@ -53,58 +75,110 @@ def sample(logits_BV: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
     vocabulary = logits_BV.shape[1]
     step = max(1, _LOGITS_AT_ONCE.get(logits_BV.device.type, 1 << 22) // vocabulary)
     parts = [
-        _sample(logits_BV[i : i + step], draw, slice(i, i + step)) for i in range(0, logits_BV.shape[0], step)
+        _sample(logits_BV[i : i + step], draw.of(slice(i, i + step))) for i in range(0, logits_BV.shape[0], step)
     ]
     if len(parts) == 1:
         return parts[0]
-    return torch.cat([ids for ids, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
+    ids, logprobs, unsure = zip(*parts, strict=True)
+    return Drawn(torch.cat(ids), torch.cat(logprobs), np.concatenate(unsure))
 
 
-def _sample(logits_BV: Tensor, draw: Draw, rows: slice) -> tuple[Tensor, Tensor]:
+def _sample(logits_BV: Tensor, draw: Draw) -> Drawn:
     device, vocabulary = logits_BV.device, logits_BV.shape[1]
-    temperature, top_k, top_p = draw.temperature[rows], draw.top_k[rows], draw.top_p[rows]
-    min_p = draw.min_p[rows]
-    greedy = temperature == 0.0
+    greedy = draw.temperature == 0.0
     logits_BV = logits_BV.float()
-    if not (temperature == 1.0).all():
-        scale = torch.from_numpy(np.where(greedy, 1.0, temperature).astype(np.float32)).to(device)
-        logits_BV = logits_BV / scale[:, None]
+    rounding_B = np.full(len(greedy), ROUNDING)
+    if not (draw.temperature == 1.0).all():
+        scale_B = np.where(greedy, 1.0, draw.temperature)
+        logits_BV = logits_BV / torch.from_numpy(scale_B.astype(np.float32)).to(device)[:, None]
+        rounding_B /= scale_B
     logprobs_BV = torch.log_softmax(logits_BV, -1)
     if greedy.all():
-        ids_B = logits_BV.argmax(-1)
-        return ids_B, logprobs_BV.gather(1, ids_B[:, None])[:, 0]
+        ids_B, unsure_B = _largest(logits_BV)
+        return Drawn(ids_B, logprobs_BV.gather(1, ids_B[:, None])[:, 0], unsure_B)
     probs_BV = logprobs_BV.double().exp_()
-    uniform_B1 = torch.from_numpy(draw.uniform[rows]).to(device)[:, None]
-    ids_B = _invert(probs_BV, uniform_B1)
-    filtered = ~greedy & (((top_k > 0) & (top_k < vocabulary)) | (top_p < 1.0) | (min_p > 0.0))
+    cut_B = np.zeros(len(greedy), dtype=np.bool_)
+    filtered = ~greedy & (((draw.top_k > 0) & (draw.top_k < vocabulary)) | (draw.top_p < 1.0) | (draw.min_p > 0.0))
     if filtered.any():
-        index = torch.from_numpy(np.flatnonzero(filtered)).to(device)
-        k_B1 = torch.from_numpy(np.where(top_k > 0, top_k, vocabulary)[filtered]).to(device)[:, None]
-        p_B1 = torch.from_numpy(top_p[filtered]).to(device)[:, None]
-        least_B1 = torch.from_numpy(min_p[filtered]).to(device)[:, None]
-        ids_B[index] = _filtered(probs_BV[index], k_B1, p_B1, least_B1, uniform_B1[index])
+        rows = np.flatnonzero(filtered)
+        rows_k = torch.from_numpy(rows).to(device)
+        probs_BV[rows_k], cut_B[rows] = _filtered(probs_BV[rows_k], draw.of(rows), rounding_B[rows])
+    ids_B, unsure_B = _by_weight(probs_BV, draw.uniform, rounding_B)
+    unsure_B |= cut_B
     if greedy.any():
-        ids_B = torch.where(torch.from_numpy(greedy).to(device), logits_BV.argmax(-1), ids_B)
-    return ids_B, logprobs_BV.gather(1, ids_B[:, None])[:, 0]
+        largest_B, close_B = _largest(logits_BV)
+        ids_B = torch.where(torch.from_numpy(greedy).to(device), largest_B, ids_B)
+        unsure_B = np.where(greedy, close_B, unsure_B)
+    return Drawn(ids_B, logprobs_BV.gather(1, ids_B[:, None])[:, 0], unsure_B)
 
 
-def _invert(weights_BV: Tensor, uniform_B1: Tensor) -> Tensor:
-    """Return (B,) indices whose interval of the cumulative weights contains `uniform`; never one of weight 0."""
+def _largest(logits_BV: Tensor) -> tuple[Tensor, BoolArray]:
+    """Return (B,) indices of the largest logits, and whether the second largest is within rounding of each."""
+    best_B2 = logits_BV.topk(min(2, logits_BV.shape[1]), -1).values.cpu().numpy()
+    return logits_BV.argmax(-1), (best_B2[:, 0] - best_B2[:, -1] <= 2 * ROUNDING) & (best_B2.shape[1] > 1)
+
+
+def _by_weight(
+    weights_BV: Tensor, uniform_B: NDArray[np.float64], rounding_B: NDArray[np.float64]
+) -> tuple[Tensor, BoolArray]:
+    """Return (B,) indices drawn by weight, never one of weight 0, and whether rounding could change them."""
+    count, vocabulary = weights_BV.shape
+    if vocabulary <= _ONE_BLOCK:
+        return _interval(weights_BV, uniform_B, rounding_B)
+    width = round(vocabulary**0.5)
+    weights_BbW = F.pad(weights_BV, (0, -vocabulary % width)).view(count, -1, width)
+    block_B, unsure_B = _interval(weights_BbW.sum(-1), uniform_B, rounding_B)
+    chosen_BW = weights_BbW[torch.arange(count, device=weights_BV.device), block_B]
+    second_B = uniforms((uniform_B * 2.0**53).astype(np.uint64), np.zeros(count, dtype=np.int64))
+    index_B, unsure_too_B = _interval(chosen_BW, second_B, rounding_B)
+    return block_B * width + index_B, unsure_B | unsure_too_B
+
+
+def _interval(
+    weights_BV: Tensor, uniform_B: NDArray[np.float64], rounding_B: NDArray[np.float64]
+) -> tuple[Tensor, BoolArray]:
+    """Return (B,) indices whose interval of the cumulative weights contains `uniform`, and which are unsure.
+
+    If the logits differ by r, a border c of the cumulative probabilities moves by at most 2 r c (1 - c).
+    """
     cumulated_BV = weights_BV.cumsum(-1)
     total_B1 = cumulated_BV[:, -1:]
     below_total = torch.nextafter(total_B1, torch.zeros_like(total_B1))
-    target_B1 = torch.minimum(uniform_B1 * total_B1, below_total)
-    return torch.searchsorted(cumulated_BV, target_B1, right=True)[:, 0].clamp_(max=weights_BV.shape[1] - 1)
+    target_B1 = torch.minimum(torch.from_numpy(uniform_B).to(weights_BV.device)[:, None] * total_B1, below_total)
+    index_B1 = torch.searchsorted(cumulated_BV, target_B1, right=True).clamp_(max=weights_BV.shape[1] - 1)
+    found_B4 = torch.cat(
+        [target_B1, total_B1, cumulated_BV.gather(1, index_B1), weights_BV.gather(1, index_B1)], 1
+    )
+    target_B, total_B, upper_B, weight_B = found_B4.cpu().numpy().T
+    unsure_B = np.zeros(len(target_B), dtype=np.bool_)
+    for border_B in (upper_B, upper_B - weight_B):
+        reach_B = 2 * rounding_B * border_B * (total_B - border_B)
+        unsure_B |= np.abs(target_B - border_B) * total_B < reach_B
+    return index_B1[:, 0], unsure_B
 
 
-def _filtered(probs_BV: Tensor, k_B1: Tensor, p_B1: Tensor, least_B1: Tensor, uniform_B1: Tensor) -> Tensor:
-    """Sample among the k most likely tokens with at least this share of the largest probability and, of these,
-    among the fewest whose mass reaches p."""
+def _filtered(probs_BV: Tensor, draw: Draw, rounding_B: NDArray[np.float64]) -> tuple[Tensor, BoolArray]:
+    """Keep the k most likely tokens with at least this share of the largest probability and, of these, the fewest
+    whose mass reaches p; others get probability 0. Also return whether (B,) rounding could change which are kept.
+    """
+    device, vocabulary = probs_BV.device, probs_BV.shape[1]
+    k_B1 = torch.from_numpy(np.where(draw.top_k > 0, draw.top_k, vocabulary)).to(device)[:, None]
+    p_B1 = torch.from_numpy(draw.top_p).to(device)[:, None]
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
-    rank_V = torch.arange(probs_BV.shape[1], device=probs_BV.device)
-    unlikely_BV = sorted_BV < least_B1 * sorted_BV[:, :1]
-    sorted_BV = sorted_BV.masked_fill((rank_V >= k_B1) | unlikely_BV, 0.0)
-    sorted_BV /= sorted_BV.sum(-1, keepdim=True)
-    before_BV = sorted_BV.cumsum(-1) - sorted_BV
-    sorted_BV = sorted_BV.masked_fill((before_BV >= p_B1) & (rank_V > 0), 0.0)
-    return order_BV.gather(1, _invert(sorted_BV, uniform_B1)[:, None])[:, 0]
+    rank_V = torch.arange(vocabulary, device=device)
+    floor_B1 = torch.from_numpy(draw.min_p).to(device)[:, None] * sorted_BV[:, :1]
+    mass_BV = sorted_BV.masked_fill((rank_V >= k_B1) | (sorted_BV < floor_B1), 0.0)
+    mass_BV /= mass_BV.sum(-1, keepdim=True)
+    before_BV = mass_BV.cumsum(-1) - mass_BV
+    kept_BV = sorted_BV.masked_fill((mass_BV == 0.0) | ((before_BV >= p_B1) & (rank_V > 0)), 0.0)
+    count_B1 = (kept_BV > 0.0).sum(-1, keepdim=True)
+    last_B1 = sorted_BV.gather(1, count_B1 - 1)
+    next_B1 = sorted_BV.gather(1, count_B1.clamp(max=vocabulary - 1)).masked_fill(count_B1 == vocabulary, 0.0)
+    rounding_B1 = torch.from_numpy(rounding_B).to(device)[:, None]
+    share_B1 = torch.expm1(2 * rounding_B1)
+    unsure_B = (
+        (last_B1 - next_B1 < share_B1 * next_B1)
+        | ((sorted_BV - floor_B1).abs() < share_B1 * floor_B1)
+        | ((before_BV - p_B1).abs() < 2 * rounding_B1 * p_B1 * (1 - p_B1))
+    ).any(-1)
+    return torch.zeros_like(probs_BV).scatter_(1, order_BV, kept_BV), unsure_B.cpu().numpy()
