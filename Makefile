@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+# What is imported is compiled then; most files of most packages never are.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
 
 # Packages that need other versions than ours run in separate Pythons, which the tests start.
 OTHERS := $(VENV)/clients/.done $(VENV)/inspect/.done $(VENV)/nemo_gym/.done $(VENV)/openenv/.done $(VENV)/trackio/.done $(VENV)/verifiers/.done

@@ -18,7 +18,7 @@ from torch import Tensor
 
 BoolArray = NDArray[np.bool_]
 
-ROUNDING = 1e-4
+ROUNDING = 5e-5
 """Maximum difference of a float32 logit between two batches; less was measured (docs/design/local-engine.md)."""
 _LOGITS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 25}
 """Number of logits processed at a time; limits the float64 scratch to 32 MiB, on a GPU to 256 MiB."""
