@@ -6,6 +6,8 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
+from agentrl.garbage import RARELY
+
 # Files that take a minute or more start first, so that no process is left alone with one at the end.
 LONG = (
     "trainer/test_sglang", "trainer/test_vllm_server", "serve/test_serve_vllm", "learner/test_ranks",
@@ -17,6 +19,9 @@ LONG = (
 
 # Tiny matrices gain nothing from a second thread, and two spinning threads on a busy machine cost tenfold.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# `garbage_of_this_file` looks for what is left open.
+gc.set_threshold(*RARELY)
 
 
 @pytest.fixture(scope="module", autouse=True)

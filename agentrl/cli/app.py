@@ -32,6 +32,7 @@ from agentrl.cli.train import train
 from agentrl.cli.view import view
 from agentrl.errors import AgentRLError, ConfigError, TemplateError
 from agentrl.extras import missing_extra
+from agentrl.garbage import collect_rarely
 
 app = typer.Typer(
     help=(
@@ -113,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Exit codes: 0 done, 1 it failed, 2 the input was wrong, 130 interrupted.
     """
+    collect_rarely()
     warnings.formatwarning = _visible_warning  # which may quote a sandbox or a server, as tracebacks may
     try:
         app(args=list(argv) if argv is not None else None, prog_name="agentrl", standalone_mode=True)

@@ -18,7 +18,7 @@ def fork_server() -> ForkServerContext:
     The server inherits that SIGINT and SIGTERM are blocked: they are meant for the run.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["agentrl.engine.local.process"])
+    context.set_forkserver_preload(["agentrl.engine.local.preload"])
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         ensure_running()

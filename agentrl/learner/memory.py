@@ -8,11 +8,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from agentrl.garbage import RARELY
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 _LARGE = 1 << 30
-_THRESHOLDS = (20_000, 20, 10)
-"""Of the three generations of the garbage collector: new containers before a pass over them, and passes over each
-generation before one over the next."""
 
 
 def keep_freed_memory() -> bool:
@@ -41,7 +40,7 @@ def long_lived() -> Iterator[None]:
     often, others = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*_THRESHOLDS)
+    gc.set_threshold(*RARELY)
     try:
         yield
     finally:

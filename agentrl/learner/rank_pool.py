@@ -7,13 +7,15 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from agentrl.errors import AgentRLError, ConfigError, WorkerLost
+from agentrl.garbage import collect_rarely
 from agentrl.learner.memory import keep_freed_memory
 from agentrl.learner.rank import LearnerSpec, Part, Rank, Result
-from agentrl.learner.shard import World
-from agentrl.models.device import pick_device
+
+if TYPE_CHECKING:
+    from agentrl.learner.shard import World
 
 Made_co = TypeVar("Made_co", covariant=True)
 
@@ -155,11 +157,12 @@ class _Worker:
 
 
 class RankWorker:
-    """The Ray actor: one rank."""
+    """The Ray actor: one rank. It imports PyTorch in `join`, after it has been made."""
 
     def __init__(self, model: str, rank: int, size: int) -> None:
+        collect_rarely()
         self.model, self.rank, self.size = model, rank, size
-        self._world = World()
+        self._world: World | None = None
         self._held: object = None
 
     def where(self) -> tuple[str, int]:
@@ -179,6 +182,9 @@ class RankWorker:
         Raises:
             ConfigError: a model directory cannot be used, or does not exist on this node.
         """
+        from agentrl.learner.shard import World
+        from agentrl.models.device import pick_device
+
         keep_freed_memory()
         for folder in spec.folders:
             if not (folder / "config.json").is_file():
@@ -196,7 +202,8 @@ class RankWorker:
 
     def leave(self) -> None:
         """Leave the other ranks; idempotent."""
-        self._world.leave()
+        if self._world is not None:
+            self._world.leave()
 
 
 def _node_address() -> str:
