@@ -18,6 +18,7 @@ quick: $(VENV)/.dev  ## the edit loop, under a minute: lint what changed, import
 
 # Much of the time of a test is waiting: three processes on two cores.
 JOBS ?= 3
+unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes would each compile the same files
 test: $(VENV)/.dev others  ## the whole test suite, in JOBS processes; the tests of a file stay together
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20
 
