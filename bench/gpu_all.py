@@ -22,15 +22,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
+import runpy
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # it is missing with `python -m` or when loaded by a path
 from bench.shared.verdict import finish
@@ -40,6 +43,8 @@ OUT = Path(__file__).parent / "results" / "gpu"
 GOALS = {"learner": 0.5, "decode": 0.7, "pause": 0.3}
 SMOKE_LIMIT_S = 600
 """For machines that are busy with other work."""
+WARM = ["agentrl.engine.local.process", "agentrl.learner.policy_rank"]
+"""What parts have in common, and import for seconds."""
 
 Found = Sequence[Mapping[str, Any]]
 """The lines of JSON that a part printed."""
@@ -114,26 +119,20 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     own = ("--smoke",) if args.smoke else part.options
     if not args.smoke and part.command[0].endswith(".py"):
         own = (*own, "--out", str(args.out / f"{name}-table.json"))
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": _path()}
+    log.write_text("")
     started, limit = time.monotonic(), SMOKE_LIMIT_S if args.smoke else part.limit_s
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, *part.command, *own],
-            cwd=ROOT,
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(limit)
-            ended = "ok" if code == 0 else f"exit code {code}"
-        except subprocess.TimeoutExpired:
-            ended = f"stopped after {limit} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # with whatever it started
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    process = _starts(args.smoke).Process(target=_play, args=([*part.command, *own], log))
+    process.start()
+    assert process.pid is not None
+    try:
+        process.join(limit)
+        code = process.exitcode
+        ended = f"stopped after {limit} s" if code is None else "ok" if code == 0 else f"exit code {code}"
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # with whatever it started
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # it may not have had a session of its own yet
+        process.join()
     lines = log.read_text(errors="replace").splitlines()
     found = [parsed for line in lines if (parsed := _parsed(line))]
     skipped = next((line["skipped"] for line in found if "skipped" in line), None)
@@ -148,6 +147,32 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     }
     file.write_text(json.dumps(result, indent=1) + "\n")
     return result
+
+
+def _starts(smoke: bool) -> SpawnContext | ForkServerContext:
+    """How parts start: each with a Python of its own, as CUDA wants it; on a CPU as forks of one that is warm."""
+    if not smoke:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(WARM)
+    return context
+
+
+def _play(command: Sequence[str], log: Path) -> None:
+    """What `python COMMAND` does, in a session of its own, with its output in a file."""
+    os.setsid()
+    with log.open("w") as output:
+        for number in (1, 2):
+            os.dup2(output.fileno(), number)
+    for stream in (sys.stdout, sys.stderr):  # what was printed before a part is killed counts
+        cast(TextIOWrapper, stream).reconfigure(line_buffering=True)
+    os.chdir(ROOT)
+    if command[0] == "-m":
+        sys.argv = list(command[1:])
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [str(ROOT / command[0]), *command[1:]]
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _path() -> str:
@@ -199,6 +224,7 @@ def main() -> int:
     names = ["pause", "drift"] if args.quick else args.parts.split(",")
     if unknown := [name for name in names if name not in PARTS]:
         parser.error(f"--parts: there is no {unknown[0]!r}; there are {', '.join(PARTS)}")
+    os.environ |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": _path()}
     where = device(args.smoke)
     if where is None:
         print("gpu_all: PyTorch sees no GPU here; --smoke runs the same code on the CPU", file=sys.stderr)

@@ -48,15 +48,17 @@ def test_the_smoke_form_runs_every_part_and_keeps_what_it_measured(tmp_path: Pat
 def test_a_part_that_runs_too_long_or_fails_keeps_what_it_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hangs = "import json, time; print(json.dumps({'ratio': 2.0})); print('{\"cut'); time.sleep(60)"
+    hangs, fails = tmp_path / "hangs.py", tmp_path / "fails.py"
+    hangs.write_text("import json, time; print(json.dumps({'ratio': 2.0})); print('{\"cut'); time.sleep(60)")
+    fails.write_text("raise OSError('no disk')")
     options = argparse.Namespace(out=tmp_path, smoke=False)
-    part = replace(gpu_all.PARTS["grpo"], command=("-c", hangs), limit_s=3)
+    part = replace(gpu_all.PARTS["grpo"], command=(str(hangs),), limit_s=3)
     monkeypatch.setitem(gpu_all.PARTS, "grpo", part)
     result = gpu_all.run("grpo", options)
     assert result["ended"] == "stopped after 3 s"
     assert (result["found"], result["figure"]) == ([{"ratio": 2.0}], 2.0)
     assert json.loads((tmp_path / "grpo.json").read_text()) == result
-    monkeypatch.setitem(gpu_all.PARTS, "grpo", replace(part, command=("-c", "raise OSError('no disk')")))
+    monkeypatch.setitem(gpu_all.PARTS, "grpo", replace(part, command=(str(fails),)))
     failed = gpu_all.run("grpo", options)
     assert (failed["ended"], failed["why"]) == ("exit code 1", "OSError: no disk")
     assert "exit code 1" in gpu_all.summary(failed)
