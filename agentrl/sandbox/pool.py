@@ -231,7 +231,7 @@ class SandboxPool:
         while True:
             box = await self._turn()
             if box is None:
-                return await self._create()
+                return await self._create(awake=True)
             try:
                 await box.wake()
             except SandboxError:
@@ -288,8 +288,8 @@ class SandboxPool:
                 self._idle.appendleft(given)
         self._refill()
 
-    async def _create(self) -> Box:
-        """Create a box that is ready to use (it already counts toward the total)."""
+    async def _create(self, *, awake: bool) -> Box:
+        """Create a box, which already counts toward the total: ready to use if `awake`, else a single process."""
         pause_s = self._retry_at - time.monotonic()
         try:
             if pause_s > 0:
@@ -301,7 +301,8 @@ class SandboxPool:
                 box = self._new_box()
                 try:
                     await box.start()
-                    await box.wake()
+                    if awake:
+                        await box.wake()
                 except BaseException:
                     await box.close()
                     raise
@@ -329,16 +330,7 @@ class SandboxPool:
 
     async def _make_idle(self) -> None:
         try:
-            box = await self._create()
-            try:
-                await box.park()
-            except SandboxError:
-                await self._discard(box)
-                return
-            except asyncio.CancelledError:
-                await box.close()
-                raise
-            self._idle.append(box)
+            self._idle.append(await self._create(awake=False))
         except SandboxError as error:
             log.warning("a sandbox could not be made ahead of need: %s", error)
             return

@@ -6,7 +6,10 @@ import os
 import random
 import re
 import select
+import signal
 import struct
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -176,3 +179,17 @@ def test_waiting_awake_ends_with_an_event_or_soon() -> None:
     assert len(ways) == 7
     for fd in (near, far):
         os.close(fd)
+
+
+def test_the_kernels_lists_of_children_name_every_descendant() -> None:
+    shell = "sleep 60 & (sleep 60 & sleep 60) & echo started; wait"
+    with subprocess.Popen(["sh", "-c", shell], stdout=subprocess.PIPE, start_new_session=True) as root:
+        try:
+            assert root.stdout is not None
+            root.stdout.readline()
+            until = time.monotonic() + 10
+            while len(tree.below(root.pid)) < 4 and time.monotonic() < until:
+                time.sleep(0.01)
+            assert set(tree.descendants(root.pid)) == set(tree.below(root.pid))
+        finally:
+            os.killpg(root.pid, signal.SIGKILL)

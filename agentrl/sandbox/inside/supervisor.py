@@ -52,6 +52,8 @@ class Supervisor(Programs):
         self.used = False
         """Whether a program has run here: from then on, failures are outcomes of its calls."""
         self.cpu_s = 0.0
+        self.watch_at = 0.0
+        """When to look at the memory of a call next, if nobody else counts it."""
         self.asked: int | None = None
         """A pending usage request, answered once the interrupted call is over."""
         self.limits: CallLimits = (0.0, 0, 0, 0)
@@ -117,8 +119,8 @@ class Supervisor(Programs):
             until = self.call.deadline
             if self.call.interrupted_at is not None:
                 until = self.call.interrupted_at + INTERRUPT_GRACE_S
-            if self.meter.must_watch:
-                until = min(until, now + WATCH_EVERY_S)
+            elif self.meter.must_watch:
+                until = min(until, self.watch_at)
         return max(0.0, (until - now) * 1000 + 0.5)
 
     def _on_time(self) -> None:
@@ -135,8 +137,10 @@ class Supervisor(Programs):
                 self._finish()
         elif now >= call.deadline:
             self._stop("timeout")
-        elif self.meter.must_watch and self.meter.over():
-            self._stop("oom")
+        elif self.meter.must_watch and now >= self.watch_at:
+            if self.meter.over():
+                self._stop("oom")
+            self.watch_at = time.monotonic() + WATCH_EVERY_S
 
     def _receive(self) -> None:
         try:

@@ -103,6 +103,27 @@ def below(root: int, among: dict[int, int] | None = None) -> list[int]:
     return found
 
 
+def descendants(root: int) -> list[int]:
+    """Return all descendants of a process, without looking at any other process.
+
+    The kernel's lists may lack some of a process that starts and ends children meanwhile: see proc(5).
+    """
+    if not os.path.exists(f"/proc/{root}/task/{root}/children"):  # a kernel without such lists
+        return below(root)
+    found, open_ends = [], [root]
+    while open_ends:
+        pid = open_ends.pop()
+        try:
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{thread}/children", "rb") as f:
+                    children = [int(child) for child in f.read().split()]
+                found += children
+                open_ends += children
+        except OSError:
+            continue
+    return found
+
+
 def reap(known: list[int]) -> int:
     """Reap zombies that nobody waits for, up to the first in `known`; return how many died of SIGKILL."""
     killed = 0
@@ -228,7 +249,7 @@ class Meter:
     def resident(self) -> int:
         """Return the bytes held by the caller's descendants, counting shared pages several times."""
         total = 0
-        for pid in below(os.getpid()):
+        for pid in descendants(os.getpid()):
             try:
                 with open(f"/proc/{pid}/statm", "rb") as f:
                     total += int(f.read().split()[1])
@@ -239,7 +260,7 @@ class Meter:
     def proportional(self) -> int:
         """Return the bytes held by the caller's descendants, dividing shared pages among their users."""
         total = 0
-        for pid in below(os.getpid()):
+        for pid in descendants(os.getpid()):
             total += _share(pid)
         return total
 

@@ -30,14 +30,15 @@ class Sabotage:
     name: str
     code: str
     runs_in: Literal["fresh", "bash", "python"] = "fresh"
+    act_s: float = ACT_S
 
     async def act(self, box: Box) -> None:
         """Do it."""
         if self.runs_in == "fresh":
-            await box.python(self.code, wall_s=ACT_S)
+            await box.python(self.code, wall_s=self.act_s)
         else:
             session = await box.session(self.runs_in)
-            await session.run(self.code, wall_s=ACT_S)
+            await session.run(self.code, wall_s=self.act_s)
 
 
 HUNTER = """
@@ -65,8 +66,10 @@ def _hunt(number: int) -> str:
     return f"cat > hunter.py <<'END'\n{code}\nEND\npython3 hunter.py & sleep 0.2"
 
 
-def _way(name: str, code: str, runs_in: Literal["fresh", "bash", "python"] = "fresh") -> Sabotage:
-    return Sabotage(name, textwrap.dedent(code).strip() + "\n", runs_in)
+def _way(
+    name: str, code: str, runs_in: Literal["fresh", "bash", "python"] = "fresh", act_s: float = ACT_S
+) -> Sabotage:
+    return Sabotage(name, textwrap.dedent(code).strip() + "\n", runs_in, act_s)
 
 
 WAYS = [
@@ -125,7 +128,7 @@ WAYS = [
                 os.fork()
             except OSError:
                 pass
-    """),
+    """, act_s=0.5),
     _way("leave_a_crowd", """
         import os, time
         for _ in range(200):
@@ -140,7 +143,7 @@ WAYS = [
     _way("memory", "held = []\nwhile True: held.append(b'x' * (1 << 20))"),
     _way("memory_of_many", """
         import os, time
-        for _ in range(40):
+        for _ in range(12):
             try:
                 if os.fork() == 0:
                     held = b"x" * (60 << 20)
@@ -191,10 +194,10 @@ WAYS = [
     """),
     _way("a_very_deep_tree", """
         import os
-        for _ in range(3000):
+        for _ in range(1500):
             try:
-                os.mkdir("d")
-                os.chdir("d")
+                os.mkdir("deep")
+                os.chdir("deep")
             except OSError:
                 break
     """),
@@ -312,7 +315,7 @@ WAYS = [
                     pass
         while True:
             pass
-    """),
+    """, act_s=0.5),
     _way("modes_times_and_twins", """
         import os
         os.umask(0o777)

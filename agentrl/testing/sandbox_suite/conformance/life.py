@@ -19,11 +19,11 @@ async def python_session(stage: Stage) -> None:
         result = await session.run("f('a' - 1)")
         expect(result.exit_code == 1 and '<cell 4>", line 1' in result.error_text(), result)
         expect((await session.run("x")).stdout == b"20\n", "an exception ended the session")
-        result = await session.run("import time\nprint('in', flush=True)\ntime.sleep(30)", wall_s=0.4)
+        result = await session.run("import time\nprint('in', flush=True)\ntime.sleep(30)", wall_s=0.1)
         expect(result.outcome == "timeout" and result.stdout == b"in\n" and not result.session_lost, result)
         expect((await session.run("x")).stdout == b"20\n", "an interrupt lost the state")
         result = await session.run(
-            "while True:\n  try:\n    time.sleep(9)\n  except BaseException: pass", wall_s=0.4
+            "while True:\n  try:\n    time.sleep(9)\n  except BaseException: pass", wall_s=0.1
         )
         expect(result.outcome == "timeout" and result.session_lost, result)
         expect((await session.run("'x' in globals()")).stdout == b"False\n", "a lost session goes on")
@@ -40,7 +40,7 @@ async def bash_session(stage: Stage) -> None:
         expect(result.text() == f"{box.home}/d\n5 6\nf1\n" and result.exit_code == 1, result)
         result = await session.run("echo 'a\nb'; printf '0 0\\n1 0\\n' ; echo PS1; exec 9>&1; cat <<E\nhere\nE")
         expect(result.text() == "a\nb\n0 0\n1 0\nPS1\nhere\n" and result.exit_code == 0, result)
-        result = await session.run("echo in; sleep 30", wall_s=0.4)
+        result = await session.run("echo in; sleep 30", wall_s=0.1)
         expect(result.outcome == "timeout" and result.stdout == b"in\n", result)
         expect(
             result.session_lost or (await session.run("echo $X")).stdout == b"5\n", "state is lost without a word"
@@ -90,7 +90,7 @@ async def sqlite_session(stage: Stage) -> None:
         answer = await session.query("select nonsense from t")
         expect(not answer.result.ok and "no such column" in answer.result.error_text(), answer.result)
         endless = "with recursive n(i) as (select 1 union all select i + 1 from n) select max(i) from n"
-        answer = await session.query(endless, wall_s=0.4)
+        answer = await session.query(endless, wall_s=0.1)
         expect(answer.result.outcome == "timeout", answer.result)
         expect((await session.query("select count(*) from t")).rows == [[3]], "the file is lost")
 

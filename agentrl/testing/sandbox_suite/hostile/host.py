@@ -96,7 +96,7 @@ async def _depth_is_nothing_special(stage: Stage, box: Box, result: ExecResult, 
         await box.snapshot()
     await box.remove("deep", recursive=True)
     expect(await box.list_dir() == [], "something is left")
-    again = await box.python("import os\nfor _ in range(2000):\n    os.mkdir('d')\n    os.chdir('d')")
+    again = await box.python("import os\nfor _ in range(1200):\n    os.mkdir('deep')\n    os.chdir('deep')")
     expect(again.ok, again)
     await box.reset()
 
@@ -119,7 +119,7 @@ FORGERIES = (
 async def _exit_codes_are_true(stage: Stage, box: Box, result: ExecResult, token: str) -> None:
     for forgery in FORGERIES:
         async with await box.session("bash") as shell:
-            await shell.run(forgery, wall_s=1)
+            await shell.run(forgery, wall_s=0.5)
             later = await shell.run("sh -c 'exit 3'", wall_s=2)
             if not later.session_lost and later.outcome == "exit":
                 expect(later.exit_code == 3, f"after {forgery!r}: {later}")
@@ -250,8 +250,8 @@ HOST = [
     program("deep_folders", None, """
         os.mkdir("deep")
         os.chdir("deep")
-        for _ in range(2000):
-            os.mkdir("d")
-            os.chdir("d")
+        for _ in range(1200):  # beyond the call stack, and longer than a path may be
+            os.mkdir("deep")
+            os.chdir("deep")
     """, _depth_is_nothing_special),
 ]  # fmt: skip

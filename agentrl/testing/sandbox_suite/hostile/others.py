@@ -39,7 +39,7 @@ print(fcntl.fcntl(ends[0], 1032), inotify() >= 0)
     async with stage.box() as other:
         session = await box.session("bash")
         await box.write_file("hog.py", HOG + "print('held', flush=True)\ntime.sleep(60)\n")
-        await session.run("for i in $(seq 30); do python3 hog.py > said$i & done; sleep 1")
+        await session.run("for i in $(seq 30); do python3 -S hog.py > said$i & done; sleep 1")
         said = await box.run("cat said1")
         found = await other.python(HOG.partition("#")[0] + take)
         expect(found.text() == "65536 True\n", f"another sandbox gets {found}, after {said}")

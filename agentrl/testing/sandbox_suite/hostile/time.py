@@ -9,6 +9,8 @@ from agentrl.testing.sandbox_suite.hostile.program import program
 from agentrl.testing.sandbox_suite.stage import Stage, expect
 
 LIMIT_S = 1.2
+BUSY_S = 0.7
+"""The limit of programs that keep cores busy."""
 
 
 async def _timed_out(stage: Stage, box: Box, result: ExecResult, token: str) -> None:
@@ -26,13 +28,13 @@ async def _quick(stage: Stage, box: Box, result: ExecResult, token: str) -> None
 
 
 TIME = [
-    program("cpu_loop", None, "while True: pass", _timed_out, wall_s=LIMIT_S),
+    program("cpu_loop", None, "while True: pass", _timed_out, wall_s=BUSY_S),
     program("cpu_all_cores", None, """
         for _ in range(8):
             if os.fork() == 0:
                 break
         while True: pass
-    """, _timed_out, wall_s=LIMIT_S),
+    """, _timed_out, wall_s=BUSY_S),
     program("sigterm_ignored", None, """
         for number in range(1, 32):
             try:
