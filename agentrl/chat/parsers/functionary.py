@@ -72,14 +72,15 @@ class _Recipients(ParserStream):
         events: list[Event] = []
         at = 0
         while at < len(buffer):
-            start = buffer.find(">", at) if self._begun else at
+            start = buffer.find(">>>", at) if self._begun else at
             if start < 0:
-                events += self._say(buffer[at:])
-                at = len(buffer)
+                tail = buffer[max(at, len(buffer) - 2) :]  # it may end with the beginning of a >>>
+                end = len(buffer) if final else len(buffer) - len(tail) + len(tail.rstrip(">"))
+                events += self._say(buffer[at:end])
+                at = end
                 break
             head = _HEAD.match(buffer, start)
-            begins = not self._begun or buffer.startswith(">>>", start)
-            if head is not None and begins:
+            if head is not None:
                 events += [*self._say(buffer[at:start]), *self._end(self._offset + start)]
                 events += self._open(head.group(1), self._offset + head.end())
                 at, self._begun = head.end(), True

@@ -278,7 +278,10 @@ class _BlockScan:
 
 def _overlap(buffer: str, at: int, marker: str) -> int:
     """Return the length of the longest suffix of buffer[at:] that is an incomplete start of `marker`."""
-    for length in range(min(len(marker) - 1, len(buffer) - at), 0, -1):
-        if buffer.endswith(marker[:length]):
-            return length
+    tail = buffer[max(at, len(buffer) - len(marker) + 1) :]
+    start = tail.find(marker[:1])
+    while start >= 0:
+        if marker.startswith(tail[start:]):
+            return len(tail) - start
+        start = tail.find(marker[:1], start + 1)
     return 0
