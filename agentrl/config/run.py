@@ -214,7 +214,7 @@ class WarmupConfig(Section):
     at_least: Annotated[Fraction, Advanced()] = 0.3
     """Stop the run if the fraction is below this after the cold start: too little to reinforce."""
     probe_every: Annotated[Positive, Advanced()] = 50
-    """Supervised steps between probes."""
+    """Supervised steps between probes, until one reaches `until_pass`; the last probe is at the end."""
     probe_tasks: Annotated[Positive, Advanced()] = 32
     """Training tasks per probe."""
     probe_samples: Annotated[Positive, Advanced()] = 8

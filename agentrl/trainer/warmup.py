@@ -1,7 +1,7 @@
 """The cold start: supervised steps on demonstrations, until there is something to reinforce.
 
 Progress is measured by playing training tasks every few steps, not by the loss. The anneal starts at the first
-probe in which enough tasks are solved at least occasionally.
+probe in which enough tasks are solved at least occasionally; the next one is at its end.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ async def cold_start(
         loss = await learner.imitate(batch, config.lr * lr_factor(step, end, anneal))
         metrics = {"loss": loss}
         step += 1
-        if step == end or step % config.probe_every == 0:
+        if step == end or (step % config.probe_every == 0 and not reached):
             passed = await probe()
             metrics["pass"] = passed
             if passed >= config.until_pass and not reached:
