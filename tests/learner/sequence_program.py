@@ -5,12 +5,14 @@ All ranks are forks of this process, which has imported everything once. Prints 
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Mi
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import ConfigError
+from agentrl.garbage import collect_rarely
 from agentrl.learner.learner import Learner
 from agentrl.learner.policy_rank import LocalPolicyRank
 from agentrl.learner.rank import GroupedRanks, LearnerSpec
@@ -193,6 +196,7 @@ def rank(
     answer: Connection,
 ) -> None:
     """One process."""
+    collect_rarely()
     torch.set_num_threads(1)
     size, sequence = shape
     device = torch.device("cpu")
@@ -208,6 +212,7 @@ def forked(work: Callable[[Path, World, int], Any], folder: Path, shape: tuple[i
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    gc.freeze()  # else each fork goes through all modules again and again
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
     ranks = [context.Process(target=rank, args=(work, folder, n, shape, port, send)) for n in range(shape[0])]
@@ -224,6 +229,7 @@ def forked(work: Callable[[Path, World, int], Any], folder: Path, shape: tuple[i
 
 def main(folder: Path) -> dict[str, Any]:
     """Everything, by shape; a shape of several ranks adds how far its weights are from those of one."""
+    import_module("peft")
     write_model(folder / "qwen3", seed=0)
     for name, make in FAMILIES.items():
         torch.manual_seed(0)
