@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from agentrl.config.address import address_problem
@@ -89,22 +89,27 @@ class _Listed:
 
 
 _listings: dict[McpServer, tuple[_Listed, ...]] = {}
+"""All tools of each server, whichever of them are used and however they are called."""
 
 
 def list_tools(server: McpServer) -> tuple[_Listed, ...]:
-    """The server's tools, listed once per process.
+    """The tools of the server that are used; each server is asked once per process.
 
     Raises:
         ConfigError: the server does not answer, or lacks tools that `include` names.
     """
-    if server not in _listings:
+    asked = replace(server, include=(), prefix="", connect_timeout_s=0.0, call_timeout_s=None)
+    if asked not in _listings:
         try:
-            _listings[server] = background.run(_ask_tools(server), server.connect_timeout_s + 5)
+            _listings[asked] = background.run(_ask_tools(server), server.connect_timeout_s + 5)
         except InfraError as e:
             raise ConfigError(str(e)) from e
         except TimeoutError as e:
             raise ConfigError(f"mcp: {server.where}: no answer after {server.connect_timeout_s:g} s") from e
-    return _listings[server]
+    names = [tool.name for tool in _listings[asked]]
+    if missing := [name for name in server.include if name not in names]:
+        raise ConfigError(f"mcp: {server.where} has no tool {missing[0]!r}; it has: {', '.join(names)}")
+    return tuple(tool for tool in _listings[asked] if not server.include or tool.name in server.include)
 
 
 async def _ask_tools(server: McpServer) -> tuple[_Listed, ...]:
@@ -121,14 +126,7 @@ async def _ask_tools(server: McpServer) -> tuple[_Listed, ...]:
                 break
     finally:
         await connection.close()
-    names = [tool.name for tool in found]
-    if missing := [name for name in server.include if name not in names]:
-        raise ConfigError(f"mcp: {server.where} has no tool {missing[0]!r}; it has: {', '.join(names)}")
-    return tuple(
-        _Listed(tool.name, tool.description or "", tool.input_schema)
-        for tool in found
-        if not server.include or tool.name in server.include
-    )
+    return tuple(_Listed(tool.name, tool.description or "", tool.input_schema) for tool in found)
 
 
 @dataclass(slots=True)
