@@ -12,6 +12,8 @@ from agentrl.garbage import RARELY
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 _LARGE = 1 << 30
+_blocks, _others = 0, False
+"""How many blocks of `long_lived` are open; whether somebody else has set objects aside, for good."""
 
 
 def keep_freed_memory() -> bool:
@@ -37,7 +39,10 @@ def long_lived() -> Iterator[None]:
     0.3 s, every few steps of a small model. Objects of episodes in flight survive many collections, too: with
     Python's default thresholds and 4,096 episodes in flight, collections took 45% of the rollout loop's CPU time.
     """
-    often, others = gc.get_threshold(), gc.get_freeze_count()
+    global _blocks, _others
+    if not _blocks and not _others:
+        _others = gc.get_freeze_count() > 0  # it counts them one by one
+    often, _blocks = gc.get_threshold(), _blocks + 1
     gc.collect()
     gc.freeze()
     gc.set_threshold(*RARELY)
@@ -45,5 +50,6 @@ def long_lived() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*often)
-        if not others:  # else somebody has set objects aside for good
+        _blocks -= 1
+        if not _blocks and not _others:
             gc.unfreeze()
