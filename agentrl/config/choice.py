@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -123,6 +124,7 @@ def _options(schema: JsonSchemaValue) -> Iterator[Any]:
             yield option
 
 
+@cache
 def choice_of(field: FieldInfo) -> OneOf | None:
     """The kinds that a field chooses from; None for every other field."""
     return next(facts(field, OneOf), None)

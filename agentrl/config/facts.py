@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -208,12 +209,14 @@ def effects(field: FieldInfo) -> Iterator[Effect]:
             yield item
 
 
-def metadata(field: FieldInfo) -> Iterator[Any]:
+@cache
+def metadata(field: FieldInfo) -> tuple[Any, ...]:
     """All that `Annotated` adds to the type of a key, also where the type is an alternative to null."""
-    yield from field.metadata
+    found = [*field.metadata]
     for kind in get_args(field.annotation):
         for extra in get_args(kind)[1:] if get_origin(kind) is Annotated else ():
-            yield from extra.metadata if isinstance(extra, FieldInfo) else (extra,)
+            found += extra.metadata if isinstance(extra, FieldInfo) else (extra,)
+    return tuple(found)
 
 
 def _given(value: object) -> bool:

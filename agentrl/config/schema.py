@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from types import UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
@@ -21,6 +22,7 @@ from agentrl.config.sentences import sentence
 from agentrl.suggest import did_you_mean, nearest
 
 
+@cache
 def section_of(field: FieldInfo) -> type[Section] | None:
     """The section that a field holds (also as `Section | None`), or None for a plain value and for a choice."""
     if choice_of(field) is not None:
@@ -31,6 +33,7 @@ def section_of(field: FieldInfo) -> type[Section] | None:
     return None
 
 
+@cache
 def named_section_of(field: FieldInfo) -> type[Section] | None:
     """The section that each entry of a mapping of names holds (`envs`), or None."""
     for kind in alternatives(field.annotation):
@@ -43,6 +46,7 @@ def named_section_of(field: FieldInfo) -> type[Section] | None:
     return None
 
 
+@cache
 def entry_section_of(field: FieldInfo) -> type[Section] | None:
     """The section that each entry of a mapping of names (`envs`) or of a list (`loggers`) holds, or None."""
     listed = [get_args(kind)[0] for kind in alternatives(field.annotation) if get_origin(kind) is list]

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +149,15 @@ def _near_files(path: Path) -> str:
     return f" (there is {', '.join(found)})" if found else ""
 
 
+@lru_cache(maxsize=16)
+def _parse(text: str) -> Node | None:
+    """The nodes of a text; nobody changes them. Starting and resuming a run reads the same files several times."""
+    return YAML(typ="safe", pure=True).compose(text)  # type: ignore[no-any-return]
+
+
 def _compose(text: str, source: Source) -> Node | None:
     try:
-        return YAML(typ="safe", pure=True).compose(text)  # type: ignore[no-any-return]
+        return _parse(text)
     except MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         what = f"not valid YAML: {e.problem or e.context}"
