@@ -52,6 +52,8 @@ class BlockStream(ParserStream):
         self._close_of = dict(parser.blocks)
         self._openers = [opener for opener in (parser.think[0], *self._close_of, *parser.unseen) if opener]
         self._opener = re.compile("|".join(map(re.escape, sorted(self._openers, key=len, reverse=True))) or "(?!)")
+        self._starts = frozenset(opener[0] for opener in self._openers)
+        self._longest = max(map(len, self._openers), default=1)
         self._buffer = ""
         self._offset = 0  # of the buffer in the completion
         self._events: list[Event] = []
@@ -111,8 +113,7 @@ class BlockStream(ParserStream):
                 return None
         match = self._opener.search(buffer, at)
         if match is None:
-            held = 0 if final else max(_overlap(buffer, at, opener) for opener in self._openers)
-            end = len(buffer) - held
+            end = len(buffer) - (0 if final else self._held(buffer, at))
             self._say(buffer[at:end])
             return end if end > at else None
         self._say(buffer[at : match.start()])
@@ -122,6 +123,12 @@ class BlockStream(ParserStream):
         if match.group() in self._parser.unseen:
             return match.end()
         return self._open(match.group(), match.end())
+
+    def _held(self, buffer: str, at: int) -> int:
+        """Return the length of the longest suffix of buffer[at:] that may become a marker."""
+        if self._starts.isdisjoint(buffer[max(at, len(buffer) - self._longest + 1) :]):
+            return 0
+        return max(_overlap(buffer, at, opener) for opener in self._openers)
 
     def _begin_thinking(self) -> None:
         self._state, self._head = "think", True
