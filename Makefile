@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes would each compile the
 test: $(VENV)/.dev others  ## the whole test suite, in JOBS processes; the tests of a file stay together
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20
 
-others: $(OTHERS)  ## the Pythons of other packages that tests run
+others: $(OTHERS) $(OTHERS:done=rarely)  ## the Pythons of other packages that tests run
 
 lint: $(VENV)/.dev  ## format, lint, types, imports
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
@@ -85,6 +85,12 @@ $(VENV)/trackio/.done:
 $(VENV)/verifiers/.done:
 	$(PYTHON) -m venv $(VENV)/verifiers
 	$(VENV)/verifiers/bin/python -m pip --disable-pip-version-check install -q verifiers==0.4.0
+	touch $@
+
+# They import for seconds, and would look for garbage meanwhile; at exit they would free every object.
+RARELY := import atexit, gc; gc.set_threshold(20_000, 20, 10); atexit.register(gc.freeze)
+$(VENV)/%/.rarely: $(VENV)/%/.done
+	echo '$(RARELY)' >$$(echo $(VENV)/$*/lib/python3*/site-packages)/collect_rarely.pth
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.train
