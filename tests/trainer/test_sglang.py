@@ -67,6 +67,9 @@ def test_training_through_sglang_survives_the_death_of_its_server(tmp_path: Path
             "lr": 2e-3,
             "options": {"quality": 0.9, "max_operations": 1},
         },
+        # Only its start is used.
+        "rollout": {"groups_per_step": 1, "group_size": 2, "max_turns": 4, "max_tokens": 40, "token_budget": 300},
+        "eval": {"tasks": 1, "before_training": False},
     }
     train(calculator(steps=1, **cold), tmp_path / "cold")
     served = calculator(
