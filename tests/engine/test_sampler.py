@@ -190,9 +190,11 @@ def test_uniform_numbers_are_uniform_over_seeds_and_over_positions():
     assert abs(np.corrcoef(by_position[:-1], by_position[1:])[0, 1]) < 0.04
 
 
-def test_logits_that_are_not_finite_show_in_the_logprob():
-    logits = torch.stack([LOGITS, torch.full_like(LOGITS, torch.nan)])
-    _, logprobs, _ = sample(logits, draw_of(2))
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_are_not_finite_show_in_the_logprob(temperature: float, value: float):
+    logits = torch.stack([LOGITS, torch.full_like(LOGITS, value)])
+    _, logprobs, _ = sample(logits, draw_of(2, temperature))
     assert torch.isfinite(logprobs).tolist() == [True, False]
 
 

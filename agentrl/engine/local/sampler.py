@@ -115,7 +115,9 @@ def _sample(logits_BV: Tensor, draw: Draw) -> Drawn:
 def _largest(logits_BV: Tensor) -> tuple[Tensor, BoolArray]:
     """Return (B,) indices of the largest logits, and whether the second largest is within rounding of each."""
     best_B2 = logits_BV.topk(min(2, logits_BV.shape[1]), -1).values.cpu().numpy()
-    return logits_BV.argmax(-1), (best_B2[:, 0] - best_B2[:, -1] <= 2 * ROUNDING) & (best_B2.shape[1] > 1)
+    with np.errstate(invalid="ignore"):  # two infinite ones
+        close_B = best_B2[:, 0] - best_B2[:, -1] <= 2 * ROUNDING
+    return logits_BV.argmax(-1), close_B & (best_B2.shape[1] > 1)
 
 
 def _by_weight(
