@@ -131,7 +131,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     finally:
         with contextlib.suppress(ProcessLookupError):  # with whatever it started
             os.killpg(process.pid, signal.SIGKILL)
-        process.kill()  # it may not have had a session of its own yet
+        process.kill()  # in case it had not started its session yet
         process.join()
     lines = log.read_text(errors="replace").splitlines()
     found = [parsed for line in lines if (parsed := _parsed(line))]
@@ -150,7 +150,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _starts(smoke: bool) -> SpawnContext | ForkServerContext:
-    """How parts start: each with a Python of its own, as CUDA wants it; on a CPU as forks of one that is warm."""
+    """How parts start: in a new Python each, which CUDA requires; on a CPU, forked from one with warm imports."""
     if not smoke:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -159,7 +159,7 @@ def _starts(smoke: bool) -> SpawnContext | ForkServerContext:
 
 
 def _play(command: Sequence[str], log: Path) -> None:
-    """What `python COMMAND` does, in a session of its own, with its output in a file."""
+    """Do what `python COMMAND` does, in a new session and with the output in a file."""
     os.setsid()
     with log.open("w") as output:
         for number in (1, 2):

@@ -67,7 +67,7 @@ class Drawn(NamedTuple):
 
 
 def sample(logits_BV: Tensor, draw: Draw) -> Drawn:
-    """Sample one id per row; logprobs are those of the temperature-scaled, otherwise unfiltered distribution.
+    """Sample one id per row. Logprobs are taken after temperature scaling but before any filter.
 
     Rows with temperature 0 take the largest logit, with the logprob at temperature 1. A row whose logits are not
     finite gets a logprob that is not finite. Filters apply in the order temperature, min_p and top_k, top_p.

@@ -143,7 +143,7 @@ WAYS = [
     _way("memory", "held = []\nwhile True: held.append(b'x' * (1 << 20))"),
     _way("memory_of_many", """
         import os, time
-        for _ in range(12):
+        for _ in range(40):
             try:
                 if os.fork() == 0:
                     held = b"x" * (60 << 20)
