@@ -7,6 +7,8 @@ import contextlib
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -21,7 +23,7 @@ from agentrl.config.engine import EngineConfig, ServerConfig
 from agentrl.config.run import LoRAConfig
 from agentrl.engine.open import open_engine
 from agentrl.engine.servers.launch.hosts import LaunchedHost, Recipe
-from agentrl.engine.servers.launch.launcher import ServerProcess, free_port
+from agentrl.engine.servers.launch.launcher import ServerProcess, reserved_port
 from agentrl.engine.servers.opening import launch_recipe
 from agentrl.engine.servers.server_engine import ServedEngine, ServedLimits
 from agentrl.engine.servers.sglang import SGLangServer
@@ -30,6 +32,8 @@ from agentrl.errors import ConfigError, EngineError
 from agentrl.scratch import ScratchFolder
 from agentrl.types import Sampling
 
+IP_LOCAL_PORT_RANGE = 51
+"""A socket option of Linux 6.3 (ip(7)), which Python 3.11 does not name."""
 SERVER = """
 import asyncio, sys
 from agentrl.testing.sglang_server import LoopbackServer
@@ -180,8 +184,30 @@ async def test_a_killed_server_is_started_again_and_its_requests_go_on(tmp_path:
     assert not host.process.alive
 
 
-def test_free_ports_are_free() -> None:
-    assert 1024 < free_port() < 65536
+def test_nobody_else_gets_a_reserved_port() -> None:
+    """A server starts for half a minute, and other programs open sockets meanwhile."""
+
+    def other_program(port: int) -> socket.socket:
+        asks = socket.socket()  # for any port of a range in which there is only this one
+        try:
+            asks.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, struct.pack("I", port | port << 16))
+        except OSError:
+            pytest.skip("needs Linux 6.3")
+        asks.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return asks
+
+    with socket.create_server(("127.0.0.1", 0)) as anybody:
+        with reserved_port() as port:
+            for host in "127.0.0.1", "":
+                with other_program(port) as listens, pytest.raises(OSError, match="in use"):
+                    listens.bind((host, 0))
+            with other_program(port) as calls, pytest.raises(OSError, match="assign"):
+                calls.connect(anybody.getsockname())
+            for host in "127.0.0.1", "":
+                socket.create_server((host, port)).close()  # the server gets it
+        with other_program(port) as calls:
+            calls.connect(anybody.getsockname())
+            assert calls.getsockname()[1] == port
 
 
 def test_the_command_line_holds_what_the_configuration_says() -> None:

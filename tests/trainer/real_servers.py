@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from agentrl.config.run import LoRAConfig, RunConfig, TinyModel
 from agentrl.engine.servers.launch import guard
 from agentrl.engine.servers.launch.hosts import Recipe
-from agentrl.engine.servers.launch.launcher import free_port
+from agentrl.engine.servers.launch.launcher import reserved_port
 from agentrl.models.tiny import make_tiny_model
 from agentrl.reporting.report import Silent, Summary
 from agentrl.run_folder.store import RunStore
@@ -46,12 +46,15 @@ def two_policies(root: Path, hidden: int) -> list[Path]:
 @contextmanager
 def serving(recipe: Recipe, log: Path) -> Iterator[str]:
     """A server that is up, by its URL; its guard ends it with the tests."""
-    port = free_port()
-    command = [sys.executable, guard.__file__, *recipe.command(port)]
     with (
+        reserved_port() as port,
         log.open("wb") as output,
         subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=output, stderr=output, env={**os.environ, **recipe.environment}
+            [sys.executable, guard.__file__, *recipe.command(port)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **recipe.environment},
         ) as process,
     ):
         url = f"http://127.0.0.1:{port}"

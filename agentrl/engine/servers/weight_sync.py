@@ -24,7 +24,7 @@ from torch import Tensor
 
 from agentrl.engine.servers.client import GroupPlace, InferenceServer
 from agentrl.engine.servers.http import ServerLost
-from agentrl.engine.servers.launch.launcher import free_port
+from agentrl.engine.servers.launch.launcher import reserved_port
 from agentrl.errors import EngineError
 
 Failures = dict[InferenceServer, EngineError]
@@ -254,8 +254,15 @@ class BroadcastSync:
         await self._dissolve()
         self._count += 1
         self._name = f"agentrl-weights-{self._count}"
+        with reserved_port("") as port:
+            failures = await self._join(servers, port)
+        self._members = servers
+        if failures:
+            raise _JoinFailed(failures)
+
+    async def _join(self, servers: tuple[InferenceServer, ...], port: int) -> Failures:
         host = self._host or _address_towards(servers[0].url)
-        port, size = free_port(), 1 + len(servers) * self._ranks
+        size = 1 + len(servers) * self._ranks
         places = {
             server: GroupPlace(self._name, host, port, 1 + number * self._ranks, size, self._backend)
             for number, server in enumerate(servers)
@@ -272,9 +279,7 @@ class BroadcastSync:
         except (RuntimeError, dist.DistError) as e:
             error = ServerLost(f"the process group for weights could not be formed: {e}")
             raise _JoinFailed(failures or dict.fromkeys(servers, error)) from e
-        self._members = servers
-        if failures:
-            raise _JoinFailed(failures)
+        return failures
 
     async def _dissolve(self) -> None:
         group, members, name = self._group, self._members, self._name

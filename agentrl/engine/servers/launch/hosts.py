@@ -11,7 +11,7 @@ from pathlib import Path
 
 from agentrl.engine.servers.client import InferenceServer
 from agentrl.engine.servers.http import ServerRefused
-from agentrl.engine.servers.launch.launcher import ServerProcess, free_port
+from agentrl.engine.servers.launch.launcher import ServerProcess, reserved_port
 from agentrl.errors import EngineError
 from agentrl.reachable import unreachable
 
@@ -45,7 +45,20 @@ class LaunchedHost:
 
     async def start(self) -> InferenceServer:
         """Launch it and wait until it responds; see `Host.start`."""
-        port = free_port()
+        with reserved_port() as port:
+            return await self._start(port)
+
+    async def ended(self) -> str:
+        """Wait for the process to end."""
+        assert self.process is not None
+        return f"its process ended with exit code {await self.process.wait()}; {self._said(3)}"
+
+    async def stop(self) -> None:
+        """End the process and its descendants."""
+        if self.process is not None:
+            await self.process.stop()
+
+    async def _start(self, port: int) -> InferenceServer:
         command = self._recipe.command(port)
         process = await ServerProcess.start(command, environment=self._recipe.environment, log=self._log)
         self.process = process
@@ -71,16 +84,6 @@ class LaunchedHost:
             ended.cancel()
             await asyncio.gather(ended, return_exceptions=True)
         return server
-
-    async def ended(self) -> str:
-        """Wait for the process to end."""
-        assert self.process is not None
-        return f"its process ended with exit code {await self.process.wait()}; {self._said(3)}"
-
-    async def stop(self) -> None:
-        """End the process and its descendants."""
-        if self.process is not None:
-            await self.process.stop()
 
     async def _give_up(self, server: InferenceServer) -> None:
         await self.stop()

@@ -10,7 +10,7 @@ from typing import Any
 
 from agentrl.engine.servers.client import InferenceServer
 from agentrl.engine.servers.launch.hosts import ASK_EVERY_S, Connect, Recipe
-from agentrl.engine.servers.launch.launcher import ServerProcess, free_port
+from agentrl.engine.servers.launch.launcher import ServerProcess, reserved_port
 from agentrl.errors import EngineError
 from agentrl.ray_cluster import connect, import_ray
 from agentrl.scratch import ScratchFolder
@@ -49,11 +49,13 @@ class ServerOnNode:
     def __init__(self) -> None:
         self._process: ServerProcess | None = None
         self._scratch: ScratchFolder | None = None
+        self._port = contextlib.ExitStack()
 
     async def start(self, recipe: Recipe, *, loopback: bool) -> str:
         """Start the server at the node's address or at the loopback, and return its URL immediately."""
         ray: Any = import_module("ray")
-        host, port = "127.0.0.1" if loopback else str(ray.util.get_node_ip_address()), free_port()
+        host = "127.0.0.1" if loopback else str(ray.util.get_node_ip_address())
+        port = self._port.enter_context(reserved_port(host))
         command = [host if part == "127.0.0.1" else part for part in recipe.command(port)]
         self._scratch = ScratchFolder("server")
         self._process = await ServerProcess.start(
@@ -71,6 +73,7 @@ class ServerOnNode:
         """Stop the server."""
         if self._process is not None:
             await self._process.stop()
+        self._port.close()
         if self._scratch is not None:
             self._scratch.close()
 
