@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -13,6 +13,7 @@ from agentrl.errors import AgentRLError, ConfigError, WorkerLost
 from agentrl.garbage import collect_rarely
 from agentrl.learner.memory import keep_freed_memory
 from agentrl.learner.rank import LearnerSpec, Part, Rank, Result
+from agentrl.ports import reserved_port
 
 if TYPE_CHECKING:
     from agentrl.learner.shard import World
@@ -164,6 +165,7 @@ class RankWorker:
         self.model, self.rank, self.size = model, rank, size
         self._world: World | None = None
         self._held: object = None
+        self._port = ExitStack()
 
     def where(self) -> tuple[str, int]:
         """(address of the node, process)."""
@@ -172,9 +174,7 @@ class RankWorker:
     def address(self) -> str:
         """Where the ranks meet if this is rank 0."""
         host = _node_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+        return f"tcp://{host}:{self._port.enter_context(reserved_port(host))}"
 
     def join(self, address: str, make: MakeRank[object], spec: LearnerSpec) -> None:
         """Meet the other ranks and load this one's shard.
@@ -193,7 +193,8 @@ class RankWorker:
                     "run folder must be visible to all nodes of the cluster under the same path"
                 )
         device, sequence = pick_device(spec.config.device), spec.config.sequence_ranks
-        self._world = World.join(self.rank, self.size, device, address, EXCHANGE_S, sequence)
+        with self._port:
+            self._world = World.join(self.rank, self.size, device, address, EXCHANGE_S, sequence)
         self._held = make(spec, self._world)
 
     def call(self, function: Callable[[Any, Part], Result], part: Part) -> Result:

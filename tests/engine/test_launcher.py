@@ -23,12 +23,13 @@ from agentrl.config.engine import EngineConfig, ServerConfig
 from agentrl.config.run import LoRAConfig
 from agentrl.engine.open import open_engine
 from agentrl.engine.servers.launch.hosts import LaunchedHost, Recipe
-from agentrl.engine.servers.launch.launcher import ServerProcess, reserved_port
+from agentrl.engine.servers.launch.launcher import ServerProcess
 from agentrl.engine.servers.opening import launch_recipe
 from agentrl.engine.servers.server_engine import ServedEngine, ServedLimits
 from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.weight_sync import TensorSync
 from agentrl.errors import ConfigError, EngineError
+from agentrl.ports import reserved_port
 from agentrl.scratch import ScratchFolder
 from agentrl.types import Sampling
 

@@ -14,6 +14,7 @@ from agentrl.env.load import load_env
 from agentrl.env.mcp import McpServer
 from agentrl.env.rows import load_rows
 from agentrl.errors import ConfigError, InfraError, RewardError
+from agentrl.ports import reserved_port
 from agentrl.sandbox import Sandbox, close_pools
 from agentrl.testing.policy import ScriptedPolicy, call, calls, play
 from agentrl.types import Episode, Message, Task
@@ -360,13 +361,10 @@ def test_an_mcp_server_that_does_not_start_is_named():
 
 async def test_mcp_over_http():
     pytest.importorskip("mcp")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = await asyncio.create_subprocess_exec(
-        sys.executable, str(SERVER), str(port), stderr=subprocess.DEVNULL
-    )
-    try:
+    with reserved_port() as port:
+        server = await asyncio.create_subprocess_exec(
+            sys.executable, str(SERVER), str(port), stderr=subprocess.DEVNULL
+        )
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             try:
@@ -374,6 +372,7 @@ async def test_mcp_over_http():
                 break
             except OSError:
                 await asyncio.sleep(0.05)
+    try:
         env = ComposedEnv(tools=[{"mcp": {"url": f"http://127.0.0.1:{port}/mcp", "include": ["add"]}}])
         episode: Episode = await play(
             env, Task("t", {"prompt": "x"}), ScriptedPolicy([call("add", amount=5), "end"])

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from agentrl.env.load import load_env
 from agentrl.env.play import Policy, RandomPolicy, ScriptedPolicy, call, play, say
 from agentrl.envs.others.nemo_gym import read_input, read_rewards, responses_object
 from agentrl.errors import ConfigError, InfraError, RewardError
+from agentrl.ports import reserved_port
 from agentrl.serve.listen import running
 from agentrl.testing import check_env
 from agentrl.types import Episode, Message, Task, ToolCall
@@ -251,18 +251,16 @@ def test_rewards_and_addresses_are_checked():
 
 
 def serving(kind: str) -> Iterator[str]:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = int(taken.getsockname()[1])
-    command = [PYTHON, Path(__file__).parent / "nemo_gym_server.py", kind, str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
+    with reserved_port() as port:
+        command = [PYTHON, Path(__file__).parent / "nemo_gym_server.py", kind, str(port)]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for _ in range(1200):
             try:
                 httpx.get(f"http://127.0.0.1:{port}/docs")
                 break
             except httpx.HTTPError:
                 time.sleep(0.1)
+    try:
         yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()

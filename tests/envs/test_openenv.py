@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from agentrl.env.load import load_env
 from agentrl.env.play import Policy, RandomPolicy, ScriptedPolicy, call, play
 from agentrl.envs.others.openenv import _actions_of, read_step
 from agentrl.errors import ConfigError, InfraError
+from agentrl.ports import reserved_port
 from agentrl.testing import check_env
 from agentrl.types import Episode, Message, Task
 
@@ -36,23 +36,17 @@ def openenv(url: str, **options: Any) -> Any:
     return load_env(f"openenv:{url}", options)
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
 def start(kind: str, sessions: int = 64) -> tuple[subprocess.Popen[bytes], str]:
-    port = free_port()
-    command = [PYTHON, HERE / "openenv_server.py", kind, str(port), str(sessions)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    for _ in range(600):
-        try:
-            httpx.get(f"{url}/health")
-            return process, url
-        except httpx.HTTPError:
-            time.sleep(0.1)
+    with reserved_port() as port:
+        command = [PYTHON, HERE / "openenv_server.py", kind, str(port), str(sessions)]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        url = f"http://127.0.0.1:{port}"
+        for _ in range(600):
+            try:
+                httpx.get(f"{url}/health")
+                return process, url
+            except httpx.HTTPError:
+                time.sleep(0.1)
     process.kill()
     raise TimeoutError("the server does not start")
 
@@ -240,8 +234,8 @@ async def test_sessions_wait_for_a_free_one():
 
 
 def test_no_server_is_one_clear_line():
-    with pytest.raises(ConfigError, match="is an OpenEnv server running there"):
-        _ = openenv(f"http://127.0.0.1:{free_port()}")().tools
+    with pytest.raises(ConfigError, match="is an OpenEnv server running there"), reserved_port() as silent:
+        _ = openenv(f"http://127.0.0.1:{silent}")().tools
     with pytest.raises(ConfigError, match="not an http or https URL"):
         openenv("localhost")()
     with pytest.raises(ConfigError, match="NO_SUCH_KEY"):

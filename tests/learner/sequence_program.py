@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -30,6 +29,7 @@ from agentrl.learner.policy_rank import LocalPolicyRank
 from agentrl.learner.rank import GroupedRanks, LearnerSpec
 from agentrl.learner.sequence_check import check_sequence
 from agentrl.learner.shard import World
+from agentrl.ports import reserved_port
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import VOCABULARY, make_batch, routed, scored, write_model
 
@@ -209,22 +209,20 @@ def rank(
 
 def forked(work: Callable[[Path, World, int], Any], folder: Path, shape: tuple[int, int]) -> Any:
     """What rank 0 of so many found."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     gc.freeze()  # else each fork goes through all modules again and again
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
-    ranks = [context.Process(target=rank, args=(work, folder, n, shape, port, send)) for n in range(shape[0])]
-    for one in ranks:
-        one.start()
-    send.close()
-    try:
-        return receive.recv()
-    finally:
+    with reserved_port() as port:
+        ranks = [context.Process(target=rank, args=(work, folder, n, shape, port, send)) for n in range(shape[0])]
         for one in ranks:
-            one.join(30)
-            one.kill()
+            one.start()
+        send.close()
+        try:
+            return receive.recv()
+        finally:
+            for one in ranks:
+                one.join(30)
+                one.kill()
 
 
 def main(folder: Path) -> dict[str, Any]:

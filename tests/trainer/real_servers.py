@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 from agentrl.config.run import LoRAConfig, RunConfig, TinyModel
 from agentrl.engine.servers.launch import guard
 from agentrl.engine.servers.launch.hosts import Recipe
-from agentrl.engine.servers.launch.launcher import reserved_port
 from agentrl.models.tiny import make_tiny_model
+from agentrl.ports import reserved_port
 from agentrl.reporting.report import Silent, Summary
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer.run import train_run

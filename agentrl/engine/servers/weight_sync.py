@@ -24,8 +24,8 @@ from torch import Tensor
 
 from agentrl.engine.servers.client import GroupPlace, InferenceServer
 from agentrl.engine.servers.http import ServerLost
-from agentrl.engine.servers.launch.launcher import reserved_port
 from agentrl.errors import EngineError
+from agentrl.ports import reserved_port
 
 Failures = dict[InferenceServer, EngineError]
 

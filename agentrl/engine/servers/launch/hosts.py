@@ -11,8 +11,9 @@ from pathlib import Path
 
 from agentrl.engine.servers.client import InferenceServer
 from agentrl.engine.servers.http import ServerRefused
-from agentrl.engine.servers.launch.launcher import ServerProcess, reserved_port
+from agentrl.engine.servers.launch.launcher import ServerProcess
 from agentrl.errors import EngineError
+from agentrl.ports import reserved_port
 from agentrl.reachable import unreachable
 
 Connect = Callable[[str], InferenceServer]

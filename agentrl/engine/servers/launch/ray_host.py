@@ -10,8 +10,9 @@ from typing import Any
 
 from agentrl.engine.servers.client import InferenceServer
 from agentrl.engine.servers.launch.hosts import ASK_EVERY_S, Connect, Recipe
-from agentrl.engine.servers.launch.launcher import ServerProcess, reserved_port
+from agentrl.engine.servers.launch.launcher import ServerProcess
 from agentrl.errors import EngineError
+from agentrl.ports import reserved_port
 from agentrl.ray_cluster import connect, import_ray
 from agentrl.scratch import ScratchFolder
 
