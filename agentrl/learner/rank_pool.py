@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from agentrl.errors import AgentRLError, ConfigError, WorkerLost
@@ -71,6 +72,7 @@ class RankPool(Generic[Rank]):
 
     def load(self, spec: LearnerSpec) -> Callable[[], None]:
         """Start loading a shard on every rank; what is returned waits."""
+        self._gather([worker.actor.look_for.remote(list(spec.folders)) for worker in self._workers], "start")
         address = self._gather([self._workers[0].actor.address.remote()], "start")[0]
         refs = [worker.actor.join.remote(address, self._make, spec) for worker in self._workers]
 
@@ -158,7 +160,7 @@ class _Worker:
 
 
 class RankWorker:
-    """The Ray actor: one rank. It imports PyTorch in `join`, after it has been made."""
+    """The Ray actor: one rank. It imports PyTorch with the arguments of `join`."""
 
     def __init__(self, model: str, rank: int, size: int) -> None:
         collect_rarely()
@@ -171,27 +173,26 @@ class RankWorker:
         """(address of the node, process)."""
         return _node_address(), os.getpid()
 
+    def look_for(self, folders: Sequence[Path]) -> None:
+        """Raise ConfigError if a model directory does not exist on this node."""
+        for folder in folders:
+            if not (folder / "config.json").is_file():
+                raise ConfigError(
+                    f"{self.model} rank {self.rank} on {_node_address()} sees no model in {folder}: models and "
+                    "run folder must be visible to all nodes of the cluster under the same path"
+                )
+
     def address(self) -> str:
         """Where the ranks meet if this is rank 0."""
         host = _node_address()
         return f"tcp://{host}:{self._port.enter_context(reserved_port(host))}"
 
     def join(self, address: str, make: MakeRank[object], spec: LearnerSpec) -> None:
-        """Meet the other ranks and load this one's shard.
-
-        Raises:
-            ConfigError: a model directory cannot be used, or does not exist on this node.
-        """
+        """Meet the other ranks and load this one's shard. Raises ConfigError for a model that cannot be used."""
         from agentrl.learner.shard import World
         from agentrl.models.device import pick_device
 
         keep_freed_memory()
-        for folder in spec.folders:
-            if not (folder / "config.json").is_file():
-                raise ConfigError(
-                    f"{self.model} rank {self.rank} on {_node_address()} sees no model in {folder}: models and "
-                    "run folder must be visible to all nodes of the cluster under the same path"
-                )
         device, sequence = pick_device(spec.config.device), spec.config.sequence_ranks
         with self._port:
             self._world = World.join(self.rank, self.size, device, address, EXCHANGE_S, sequence)

@@ -1,4 +1,4 @@
-"""What the tests of Ray ranks run in a process of their own: `python ranks_program.py SCENARIO FOLDER RANKS`."""
+"""What the tests of Ray ranks run in a process of their own: `python ranks_program.py FOLDER SCENARIO...`."""
 
 from __future__ import annotations
 
@@ -64,8 +64,9 @@ def gap(one: DirectLearner, other: DirectLearner) -> float:
     return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs.keys() & ours.keys())
 
 
-def same_curve(folder: Path, ranks: int) -> dict[str, object]:
+def same_curve(folder: Path) -> dict[str, object]:
     """One process and many ranks, side by side; then each goes on from the other's checkpoint."""
+    ranks = 3
     one, many = learner(folder, 1), learner(folder, ranks, checkpoint_activations=True)
     losses = [one.imitate(make_batch(99), 1e-3), many.imitate(make_batch(99), 1e-3)]
     curves = [steps(one, 0, STEPS), steps(many, 0, STEPS)]
@@ -95,9 +96,10 @@ def same_curve(folder: Path, ranks: int) -> dict[str, object]:
     return found
 
 
-def two_nodes(folder: Path, ranks: int) -> dict[str, object]:
+def two_nodes(folder: Path) -> dict[str, object]:
     """On a cluster with room for one rank a node: adapters with a critic, and bfloat16."""
-    ray = import_ray("the test")
+    ray, ranks = import_ray("the test"), 2
+    ray.shutdown()
     cluster = import_module("ray.cluster_utils").Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     try:
         for _ in range(1, ranks):
@@ -161,8 +163,9 @@ def handed_over(saved: Path, folder: Path, ranks: int, critic: CriticConfig | No
     return {"wanted": whole[2:], "found": handed, "gap": apart, "nodes": len(set(nodes))}
 
 
-def apart(folder: Path, ranks: int) -> dict[str, object]:
+def apart(folder: Path) -> dict[str, object]:
     """PPO with reference and critic on ranks of their own, beside one process that has them all."""
+    ranks = 2
     nowhere = no_cluster(folder)
     connect(import_ray("the test"), None, cpus=ranks + 2)
     one, many = ppo(folder, 1), ppo(folder, ranks, reference=1, critic=1)
@@ -308,13 +311,16 @@ def no_cluster(folder: Path) -> str:
     return ""
 
 
+def main(folder: Path, scenarios: list[str]) -> dict[str, dict[str, object]]:
+    """One after the other, each with models of its own: those on one cluster first, which the first one starts."""
+    found = {}
+    for scenario in scenarios:
+        own = folder / scenario
+        write_model(own / "policy", seed=0)
+        write_model(own / "reference", seed=1)
+        found[scenario] = {"apart": apart, "same_curve": same_curve, "two_nodes": two_nodes}[scenario](own)
+    return found
+
+
 if __name__ == "__main__":
-    scenario, folder, ranks = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    write_model(folder / "policy", seed=0)
-    write_model(folder / "reference", seed=1)
-    scenarios = {
-        "same_curve": same_curve,
-        "two_nodes": two_nodes,
-        "apart": apart,
-    }
-    sys.stdout.write(json.dumps(scenarios[scenario](folder, ranks)) + "\n")
+    sys.stdout.write(json.dumps(main(Path(sys.argv[1]), sys.argv[2:])) + "\n")

@@ -1,6 +1,6 @@
 """Ray ranks against one process: the same curve, checkpoints that fit any number of them, and ranks that die.
 
-Ray runs in a process of the test's own (`ranks_program.py`).
+Ray runs in a process of the tests' own (`ranks_program.py`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ pytest.importorskip("ray", reason="Ray is not installed (extra: ray)")
 pytestmark = pytest.mark.slow
 
 
-def program(scenario: str, folder: Path, ranks: int, timeout_s: float) -> dict[str, Any]:
-    script = Path(__file__).parent / "ranks_program.py"
+@pytest.fixture(scope="module")
+def scenarios(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    script, folder = Path(__file__).parent / "ranks_program.py", tmp_path_factory.mktemp("ranks")
     done = subprocess.run(
-        [sys.executable, str(script), scenario, str(folder), str(ranks)],
+        [sys.executable, str(script), str(folder), "apart", "same_curve", "two_nodes"],
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=1500,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -34,16 +35,18 @@ def program(scenario: str, folder: Path, ranks: int, timeout_s: float) -> dict[s
 
 
 @pytest.fixture(scope="module")
-def same_curve(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return program("same_curve", tmp_path_factory.mktemp("same_curve"), 3, 850)
+def same_curve(scenarios: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = scenarios["same_curve"]
+    return found
 
 
 @pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return program("apart", tmp_path_factory.mktemp("apart"), 2, 850)
+def apart(scenarios: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = scenarios["apart"]
+    return found
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1600)
 def test_ranks_are_one_process(same_curve: dict[str, Any]):
     """Uneven micro-batches, two updates a step, KL penalty, checkpointed activations, tied weights."""
     found = same_curve
@@ -58,7 +61,7 @@ def test_ranks_are_one_process(same_curve: dict[str, Any]):
     assert max(found["gaps_after"]) < 1e-5
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1600)
 def test_reference_and_critic_on_ranks_of_their_own_are_one_process(apart: dict[str, Any]):
     """PPO, two updates a step; checkpoints go on in one process, and on other ranks."""
     found = apart
@@ -76,10 +79,10 @@ def test_reference_and_critic_on_ranks_of_their_own_are_one_process(apart: dict[
     assert "run the same command again to resume" in found["said"]
 
 
-@pytest.mark.timeout(600)
-def test_on_two_nodes_adapters_critic_and_bfloat16_are_one_process(tmp_path: Path):
+@pytest.mark.timeout(1600)
+def test_on_two_nodes_adapters_critic_and_bfloat16_are_one_process(scenarios: dict[str, Any]):
     """Checkpoints go from one process to ranks on two nodes, and back to one."""
-    found = program("two_nodes", tmp_path, 2, 550)
+    found = scenarios["two_nodes"]
     full, low = found["adapters and critic"], found["bfloat16"]
     assert full["nodes"] == low["nodes"] == 2
     assert full["gap"] < 1e-5
@@ -97,7 +100,7 @@ def assert_same(wanted: list[dict[str, float]], found: list[dict[str, float]]) -
         assert other == pytest.approx(one, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1600)
 def test_a_rank_that_dies_is_named_and_ends_the_learner(same_curve: dict[str, Any]):
     first, second = same_curve["after_kill"]
     assert first.startswith(f"learner rank 2 of 3 (process {same_curve['victim']} on ")
@@ -105,13 +108,13 @@ def test_a_rank_that_dies_is_named_and_ends_the_learner(same_curve: dict[str, An
     assert second == "the ranks of the learner have ended; run the same command again to resume"
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1600)
 def test_ranks_survive_a_bad_gradient(same_curve: dict[str, Any]):
     assert same_curve["gradient"].startswith("AgentRLError: step 9: the gradient is nan; lower optim.lr (0.001)")
     assert same_curve["kept"]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1600)
 def test_bad_input_is_one_error(apart: dict[str, Any]):
     cluster, gpus, offload, nowhere = apart["refused"]
     assert cluster.startswith("ConfigError: ray '127.0.0.1:1': no Ray cluster answers there")
