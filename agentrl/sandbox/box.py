@@ -443,11 +443,6 @@ class Box:
     async def _wake(self) -> None:
         await self._exchange({"op": "wake", "ttl_s": self.spec.ttl_s}, b"", GRACE_S)
 
-    async def park(self) -> None:
-        """Discard the spare child, so that an idle sandbox is a single process."""
-        async with self._lock:
-            await self._exchange({"op": "park"}, b"", GRACE_S)
-
     async def alive(self) -> bool:
         """Return whether it still responds."""
         try:

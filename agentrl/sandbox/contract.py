@@ -66,7 +66,8 @@ class SandboxLimits:
     wall_s: float = 10.0
     """Seconds until the program and everything it started are killed."""
     cpu_s: float | None = None
-    """CPU seconds per process; None: bounded by `wall_s` only."""
+    """CPU seconds per process, rounded up to whole ones; None: bounded by `wall_s` only. The kernel counts clock
+    ticks, which on a busy machine can be ahead of the time that `ExecResult.cpu_s` reports."""
     stdout_bytes: int = 1 << 20
     """Bytes of stdout to keep, half from the beginning and half from the end."""
     stderr_bytes: int = 1 << 20

@@ -64,14 +64,6 @@ class Programs(Loop):
             program = None
         return program if program is not None else Program(self.confinement)
 
-    def _drop_spare(self) -> None:
-        if self.spare is not None:
-            if self.spare.is_alive():
-                tree.kill(self.spare.pid)
-                os.waitpid(self.spare.pid, 0)
-            self.spare.close()
-            self.spare = None
-
     def _wants_spare(self) -> bool:
         """Whether to keep a spare; with sessions running, only if the kernel protects it from them."""
         return self.spare_is_wanted and self.call is None and (self.confinement.fences or not self.sessions)

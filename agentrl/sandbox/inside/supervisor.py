@@ -182,10 +182,6 @@ class Supervisor(Programs):
             self.spare_is_wanted = True
             self.expires = time.monotonic() + min(header["ttl_s"], self.ttl_s)
             self.send({"id": header["id"]})
-        elif op == "park":
-            self.spare_is_wanted = False
-            self._drop_spare()
-            self.send({"id": header["id"]})
 
     def _tell_usage(self, number: int) -> None:
         self.asked = None
