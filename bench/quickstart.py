@@ -24,6 +24,8 @@ from bench.shared.verdict import finish
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent / "examples" / "calculator" / "tools.yaml"
 BEFORE, AFTER, SECONDS = 0.60, 0.95, 300
+LAST = "Curves:\nquickstart.png, quickstart.json.\n"
+"""The end of what is written; the text below it on the page is kept."""
 QUICK = ("steps=3", "warmup.num=160", "warmup.max_epochs=2", "warmup.anneal_epochs=1", "warmup.at_least=0")
 
 
@@ -112,7 +114,9 @@ def write(found: dict[int, dict[str, Any]], table: str, note: str) -> None:
     any_run = next(iter(found.values()))
     per_step = any_run["episodes"] // any_run["steps"]
     (HERE / "results" / "quickstart.json").write_text(json.dumps(found, indent=1) + "\n")
-    (HERE / "results" / "quickstart.md").write_text(
+    page = HERE / "results" / "quickstart.md"
+    by_hand = page.read_text().partition(LAST)[2] if page.is_file() else ""
+    page.write_text(
         f"""# The quickstart, by seed
 
 ```sh
@@ -124,9 +128,7 @@ after {any_run["steps"]} steps of {per_step} episodes, with `tokenization_check:
 
 {table}
 
-The goal is at most {BEFORE:.2f} before, at least {AFTER:.2f} after, and at most {SECONDS} s of training. Curves:
-quickstart.png, quickstart.json.
-"""
+The goal is at most {BEFORE:.2f} before, at least {AFTER:.2f} after, and at most {SECONDS} s of training. {LAST}{by_hand}"""
     )
     figure, axes = plt.subplots(figsize=(7, 4))
     for seed, r in found.items():
