@@ -128,7 +128,8 @@ after {any_run["steps"]} steps of {per_step} episodes, with `tokenization_check:
 
 {table}
 
-The goal is at most {BEFORE:.2f} before, at least {AFTER:.2f} after, and at most {SECONDS} s of training. {LAST}{by_hand}"""
+The goal is at most {BEFORE:.2f} before, at least {AFTER:.2f} after, and at most {SECONDS} s of training. \
+{LAST}{by_hand}"""
     )
     figure, axes = plt.subplots(figsize=(7, 4))
     for seed, r in found.items():

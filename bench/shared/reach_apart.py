@@ -30,7 +30,7 @@ def agreement(pairs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) 
 
 def inspect(num: int) -> tuple[int, int]:
     """Tasks with and without a tool, against evaluations by Inspect."""
-    pairs = []
+    pairs, scores = [], test_inspect.own_scores()
     for name, kind in [("sums", "random"), *(("tools", kind) for kind in KINDS)]:
         env = test_inspect.inspect_task(name)
 
@@ -38,14 +38,16 @@ def inspect(num: int) -> tuple[int, int]:
             policy = test_inspect.policy(kind, name == "tools")
             return list(await asyncio.gather(*[play(env(), task, policy) for task in env.tasks()]))
 
-        own = test_inspect.own_scores(name, kind)
+        own = scores[f"{name}/{kind}"]
         pairs += [(e.rewards, test_inspect.flat(own[e.task.id])) for e in asyncio.run(run())]
     return agreement(pairs)
 
 
 def verifiers(num: int) -> tuple[int, int]:
     """A taskset with a tool server, against verifiers' own episodes."""
-    env, own = test_verifiers.sums(args={"tooled": True}), test_verifiers.own_rewards()
+    tasks = min(num // 3, 70)
+    env = test_verifiers.sums(args={"tooled": True, "num_tasks": tasks})
+    own = test_verifiers.own_rewards(tasks)
 
     async def run(kind: str) -> list[Episode]:
         policy = test_verifiers.policy(kind, True)
@@ -70,7 +72,7 @@ def harbor(num: int) -> tuple[int, int]:
                 own = await test_harbor.by_hand(folder, typed)
             return {name.removeprefix("tests/"): value for name, value in episode.rewards.items()}, own
 
-        return agreement(list(await asyncio.gather(*[one(number) for number in range(200)])))
+        return agreement(list(await asyncio.gather(*[one(number) for number in range(min(2 * num, 200))])))
 
     with tempfile.TemporaryDirectory() as folder:
         return asyncio.run(run(Path(folder)))
@@ -85,7 +87,7 @@ def openenv(num: int) -> tuple[int, int]:
     found = []
     for kind, oracle in (("guess", oe.bisect), ("ledger", oe.balance)):
         for url in oe.serving(kind):
-            tasks = [Task(f"t{i}", {}, seed=i) for i in range(max(num, 200))]
+            tasks = [Task(f"t{i}", {}, seed=i) for i in range(min(2 * num, 200))]
             policy = partial(_mixed, oracle)
             played = asyncio.run(oe.episodes(url, tasks, policy))
             own = oe.own_rewards(url, played, mcp=kind == "ledger")
@@ -96,7 +98,7 @@ def openenv(num: int) -> tuple[int, int]:
 def nemo_gym(num: int) -> tuple[int, int]:
     """The package's example server with counters, whose verdict follows from the calls."""
     for url in nemo.serving("counter"):
-        played = asyncio.run(nemo.episodes(url, nemo.counter_tasks(max(num, 200))))
+        played = asyncio.run(nemo.episodes(url, nemo.counter_tasks(min(4 * num, 200))))
         found = [({"reward": e.reward or 0.0}, {"reward": nemo.counter_reward(e)}) for e in played]
     return agreement(found)
 

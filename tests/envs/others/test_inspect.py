@@ -55,7 +55,11 @@ def _said() -> Any:
     return found["said"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", name="own_scores")
+def inspects_own_scores() -> dict[str, dict[str, Any]]:
+    return own_scores()
+
+
 def own_scores() -> dict[str, dict[str, Any]]:
     """What evaluations by Inspect alone say, by task and policy, and by sample."""
     done = subprocess.run([PYTHON, FILE], capture_output=True, text=True, check=True)
