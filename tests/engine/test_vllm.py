@@ -97,7 +97,7 @@ async def test_a_request_that_arrives_after_the_pause_has_the_new_version(model:
     async with LoopbackVLLM(token_s=0.01) as server, opened(model, server) as engine:
         told: list[TokenLogprob] = []
         early = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=100)))
-        while not server.running:  # noqa: ASYNC110
+        while not server.running or not next(iter(server.running.values())).ids:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         server.late_s = 0.3
         options = GenerateOptions(told.append) if streamed else None
