@@ -160,7 +160,7 @@ class _Worker:
 
 
 class RankWorker:
-    """The Ray actor: one rank. It imports PyTorch with the arguments of `join`."""
+    """The Ray actor: one rank. The arguments of `join` import PyTorch."""
 
     def __init__(self, model: str, rank: int, size: int) -> None:
         collect_rarely()

@@ -365,22 +365,22 @@ async def test_mcp_over_http():
         server = await asyncio.create_subprocess_exec(
             sys.executable, str(SERVER), str(port), stderr=subprocess.DEVNULL
         )
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            try:
-                socket.create_connection(("127.0.0.1", port), 0.2).close()
-                break
-            except OSError:
-                await asyncio.sleep(0.05)
-    try:
-        env = ComposedEnv(tools=[{"mcp": {"url": f"http://127.0.0.1:{port}/mcp", "include": ["add"]}}])
-        episode: Episode = await play(
-            env, Task("t", {"prompt": "x"}), ScriptedPolicy([call("add", amount=5), "end"])
-        )
-        assert episode.turns[0].calls[0].result == "5"
-    finally:
-        server.terminate()
-        await server.wait()
+        try:
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline:
+                try:
+                    socket.create_connection(("127.0.0.1", port), 0.2).close()
+                    break
+                except OSError:
+                    await asyncio.sleep(0.05)
+            env = ComposedEnv(tools=[{"mcp": {"url": f"http://127.0.0.1:{port}/mcp", "include": ["add"]}}])
+            episode: Episode = await play(
+                env, Task("t", {"prompt": "x"}), ScriptedPolicy([call("add", amount=5), "end"])
+            )
+            assert episode.turns[0].calls[0].result == "5"
+        finally:
+            server.terminate()
+            await server.wait()
 
 
 @pytest.mark.parametrize(

@@ -254,17 +254,17 @@ def serving(kind: str) -> Iterator[str]:
     with reserved_port() as port:
         command = [PYTHON, Path(__file__).parent / "nemo_gym_server.py", kind, str(port)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for _ in range(1200):
-            try:
-                httpx.get(f"http://127.0.0.1:{port}/docs")
-                break
-            except httpx.HTTPError:
-                time.sleep(0.1)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
+        try:
+            for _ in range(1200):
+                try:
+                    httpx.get(f"http://127.0.0.1:{port}/docs")
+                    break
+                except httpx.HTTPError:
+                    time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+            process.wait()
 
 
 @needs_nemo_gym

@@ -1,4 +1,4 @@
-"""What the tests of Ray ranks run in a process of their own: `python ranks_program.py FOLDER SCENARIO...`."""
+"""The program that the Ray rank tests run: `python ranks_program.py FOLDER SCENARIO...`."""
 
 from __future__ import annotations
 
@@ -312,7 +312,7 @@ def no_cluster(folder: Path) -> str:
 
 
 def main(folder: Path, scenarios: list[str]) -> dict[str, dict[str, object]]:
-    """One after the other, each with models of its own: those on one cluster first, which the first one starts."""
+    """Run the scenarios in order, each with new models; `apart` starts the cluster that `same_curve` uses."""
     found = {}
     for scenario in scenarios:
         own = folder / scenario

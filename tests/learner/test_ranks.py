@@ -1,6 +1,6 @@
 """Ray ranks against one process: the same curve, checkpoints that fit any number of them, and ranks that die.
 
-Ray runs in a process of the tests' own (`ranks_program.py`).
+Ray runs in a separate process (`ranks_program.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def scenarios(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def scenarios(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     script, folder = Path(__file__).parent / "ranks_program.py", tmp_path_factory.mktemp("ranks")
     done = subprocess.run(
         [sys.executable, str(script), str(folder), "apart", "same_curve", "two_nodes"],
@@ -30,20 +30,18 @@ def scenarios(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 
 @pytest.fixture(scope="module")
-def same_curve(scenarios: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = scenarios["same_curve"]
-    return found
+def same_curve(scenarios: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return scenarios["same_curve"]
 
 
 @pytest.fixture(scope="module")
-def apart(scenarios: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = scenarios["apart"]
-    return found
+def apart(scenarios: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return scenarios["apart"]
 
 
 @pytest.mark.timeout(1600)
@@ -80,7 +78,7 @@ def test_reference_and_critic_on_ranks_of_their_own_are_one_process(apart: dict[
 
 
 @pytest.mark.timeout(1600)
-def test_on_two_nodes_adapters_critic_and_bfloat16_are_one_process(scenarios: dict[str, Any]):
+def test_on_two_nodes_adapters_critic_and_bfloat16_are_one_process(scenarios: dict[str, dict[str, Any]]):
     """Checkpoints go from one process to ranks on two nodes, and back to one."""
     found = scenarios["two_nodes"]
     full, low = found["adapters and critic"], found["bfloat16"]

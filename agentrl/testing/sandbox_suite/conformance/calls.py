@@ -153,10 +153,14 @@ async def timeouts_kill_the_tree(stage: Stage) -> None:
 
 async def cpu_limit(stage: Stage) -> None:
     async with stage.box() as box:
-        result = await box.python("while True: pass", limits=SandboxLimits(cpu_s=1, wall_s=45))
-        # Its processor time says which limit it was: a second of it takes long on a busy machine. The kernel
-        # counts ticks of the clock, of which a program can get more than its share: 0.68 was seen for 1.
-        expect(result.outcome == "timeout" and 0.4 <= result.cpu_s < 2.5 and result.wall_s < 45, result)
+        used: list[float] = []
+        while len(used) < 3 and max(used, default=0.0) < 0.7:
+            result = await box.python("while True: pass", limits=SandboxLimits(cpu_s=1, wall_s=45))
+            # CPU time shows which limit it was, because a CPU second takes long on a busy machine.
+            expect(result.outcome == "timeout" and result.cpu_s < 2.5 and result.wall_s < 45, result)
+            used.append(result.cpu_s)
+        # On a busy machine, less than the limit is sometimes reported: 0.68 was seen for 1.
+        expect(max(used) >= 0.7, used)
 
 
 async def python_is_fresh(stage: Stage) -> None:
