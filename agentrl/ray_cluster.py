@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,11 @@ def connect(ray: Any, address: str | None, *, cpus: int) -> bool:
 
 def _children() -> set[int]:
     """The processes that this one has started; none if there is no /proc."""
-    return {int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()}
+    found: set[int] = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # a thread has ended
+            found |= {int(pid) for pid in file.read_text().split()}
+    return found
 
 
 def _end_parts(ray: Any, started: set[int]) -> None:

@@ -8,6 +8,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +173,16 @@ def test_leftovers_of_any_depth_and_mode_are_removed() -> None:
     assert not os.path.exists(place)
     assert (outside / "kept").read_text() == "x"
     leftovers.remove_tree(str(outside))
+
+
+def test_sweeps_of_one_place_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    for number in range(400):
+        workspace = tmp_path / f"agentrl-{os.getuid()}-{2**22 + number}-1" / "box" / "workspace"
+        workspace.mkdir(parents=True)
+        (workspace / "file").write_text("x")
+    before = len(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(leftovers.sweep_folders, [str(tmp_path)] * 8))
+    leftovers.sweep_folders(str(tmp_path))  # what one found full, because another was just emptying it
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == before

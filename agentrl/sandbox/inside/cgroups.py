@@ -210,7 +210,8 @@ def _kill_members(base: str) -> None:
         with contextlib.suppress(OSError), open(f"{folder}/cgroup.procs") as f:
             for line in f:
                 if int(line):
-                    os.kill(int(line), signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(line), signal.SIGKILL)
 
 
 def _sweep(root: str) -> None:

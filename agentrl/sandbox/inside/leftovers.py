@@ -34,12 +34,14 @@ def run_folder(place: str) -> str:
 
 
 def sweep_folders(place: str) -> None:
-    """Remove the folders of this user's dead runs."""
+    """Remove the folders of this user's dead runs; other processes may be doing the same."""
     prefix = f"agentrl-{os.getuid()}-"
     for name in os.listdir(place):
         path = os.path.join(place, name)
-        if name.startswith(prefix) and is_stale(name[len(prefix) :]) and os.lstat(path).st_uid == os.getuid():
-            remove_tree(path)
+        if name.startswith(prefix) and is_stale(name[len(prefix) :]):
+            with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+                if os.lstat(path).st_uid == os.getuid():
+                    remove_tree(path)
 
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -61,30 +63,33 @@ def remove_whole(path: str) -> None:
         OSError: some of it cannot be removed; everything else is gone.
     """
     errors: list[OSError] = []
-    folder = _open_folder(path, None)
     names: list[str] = []
-    left = [_delete_files(folder, errors)]
-    while left:
-        if left[-1]:
-            name = left[-1].pop()
-            try:
-                inner = _open_folder(name, folder)
-            except OSError as error:
-                errors.append(error)
-                continue
-            names.append(name)
-            left.append(_delete_files(inner, errors))
-        else:
-            left.pop()
-            inner = os.open("..", FOLDER, dir_fd=folder)
+    folder = _open_folder(path, None)
+    try:
+        left = [_delete_files(folder, errors)]
+        while left[0] or names:
+            if left[-1]:
+                name = left[-1].pop()
+                try:
+                    inner = _open_folder(name, folder)
+                except OSError as error:
+                    errors.append(error)
+                    continue
+                os.close(folder)
+                folder = inner
+                names.append(name)
+                left.append(_delete_files(folder, errors))
+            else:
+                inner = os.open("..", FOLDER, dir_fd=folder)
+                os.close(folder)
+                folder = inner
+                left.pop()
+                try:
+                    os.rmdir(names.pop(), dir_fd=folder)
+                except OSError as error:
+                    errors.append(error)
+    finally:
         os.close(folder)
-        folder = inner
-        if len(names) == len(left) > 0:
-            try:
-                os.rmdir(names.pop(), dir_fd=folder)
-            except OSError as error:
-                errors.append(error)
-    os.close(folder)
     if errors:
         raise errors[0]
     os.rmdir(path)
@@ -99,8 +104,13 @@ def _open_folder(name: str, fd: int | None) -> int:
 
 def _delete_files(folder: int, errors: list[OSError]) -> list[str]:
     """Delete everything that is not a directory; return the names of the directories."""
-    found = []
-    for name in os.listdir(folder):
+    found: list[str] = []
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        errors.append(error)
+        return found
+    for name in names:
         try:
             if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
                 found.append(name)
