@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from agentrl.engine.local import cache
 from agentrl.engine.local.attention import AttentionPlan
-from agentrl.engine.local.batching import Batcher, BatchLimits
+from agentrl.engine.local.batching import WORTH_SHARING, Batcher, BatchLimits
 from agentrl.engine.local.flat_model import FlatModel, load_model
 from agentrl.engine.local.sampler import ROUNDING
 from agentrl.engine.local.slots import BatchRequest
@@ -128,6 +130,38 @@ def test_running_sequences_move_together_when_most_have_ended(models: dict[str, 
         assert isinstance(result, Completion)
         assert result.cached_tokens == len(longer) - 3
         assert result.logprobs == pytest.approx(logprobs_of(model, longer, result.ids), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "mistral"])  # two of them with sliding windows
+def test_a_common_prefix_is_read_once_for_all_that_decode(
+    models: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    shared: list[tuple[int, int]] = []
+    attend = cache._attend_sharing
+
+    def counted(*args: Any) -> torch.Tensor:
+        _, _, query_RHD, _, prefix, *_ = args
+        shared.append((len(query_RHD), prefix))
+        return attend(*args)
+
+    monkeypatch.setattr(cache, "_attend_sharing", counted)
+    steps = Steps(models[kind], prefill_chunk=4096)
+    prompts = [[*prompt(70), 7, number % 3, *prompt(number % 5, number)] for number in range(40)]
+    requests = [
+        steps.submit(ids, Sampling(temperature=0.0, max_tokens=3 + 9 * (number % 4)), f"s{number}")
+        for number, ids in enumerate(prompts)
+    ]
+    steps.run()
+    model = reference(models[kind])
+    for ids, request in zip(prompts, requests, strict=True):
+        answer = steps.answers[request]
+        assert isinstance(answer, Completion)
+        assert answer.logprobs == pytest.approx(logprobs_of(model, ids, answer.ids), abs=1e-4)
+    if kind == "mistral":  # its window hides the prefix from some rows
+        assert shared == []
+    else:
+        assert max(shared) == (40, 71)
+        assert min(rows * prefix for rows, prefix in shared) >= WORTH_SHARING
 
 
 def test_the_youngest_gives_way_and_its_tokens_are_kept(models: dict[str, Path]):

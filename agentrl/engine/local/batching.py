@@ -28,6 +28,9 @@ WORTH_COPYING = 8
 """Shorter common prefixes are recomputed, which is cheaper than copying them through all layers."""
 WORTH_WAITING = 16
 """Minimum extra length of a prefix being computed by another request for it to be worth waiting for."""
+WORTH_SHARING = 2048
+"""Keys and values of a common prefix are read once for all sequences that decode if that saves reading so many
+tokens: below it, the additional operations take as long (measured on a CPU)."""
 FIRST_SLOTS = 16
 CAPACITY_STEP = 128
 """Slots grow in steps of this many tokens."""
@@ -181,7 +184,9 @@ class Batcher:
         keep = [*range(len(decode)), *(span.offset + span.count - 1 for span in ready)]
         slots_N = torch.from_numpy(slots).to(device)
         positions_N = torch.from_numpy(positions).to(device)
-        plan = CachedAttention(self.cache, slots_N, positions_N, len(decode), spans)
+        prefix = table.shared(decode)
+        prefix = prefix if prefix * len(decode) >= WORTH_SHARING else 0
+        plan = CachedAttention(self.cache, slots_N, positions_N, len(decode), spans, prefix)
         ids_N = torch.from_numpy(table.tokens[slots, positions]).to(device)
         logits = self.forward(ids_N, positions_N, plan, torch.tensor(keep, dtype=torch.long, device=device))
         table.computed[decode] += 1

@@ -149,6 +149,14 @@ class SlotTable:
         first = np.where(differs.any(1), differs.argmax(1), width)
         return cast(IntArray, np.minimum(first, self.known))
 
+    def shared(self, slots: IntArray) -> int:
+        """Return how many computed tokens at the start of these slots are the same in all of them."""
+        if not len(slots):
+            return 0
+        limit, high = int(self.computed[slots].min()), int(slots[-1]) + 1
+        differs = (self.tokens[:high, :limit] != self.tokens[slots[0], :limit])[slots].any(0)
+        return int(differs.argmax()) if differs.any() else limit
+
     def extends(self, slot: int, ids: IntArray) -> bool:
         """Whether `ids` extends everything that is computed in the slot."""
         computed = int(self.computed[slot])
