@@ -108,7 +108,9 @@ def token_columns(
     logits_CV: Tensor, ids_C: Tensor, temperature: float, wanted: Wanted, entropy_gradient: bool
 ) -> Tensor:
     """[C, 1 to 3] log-probability of each id, entropy in nats, sum of squared probabilities; nan if not wanted."""
-    logits_CV = logits_CV.to(torch.promote_types(torch.float32, logits_CV.dtype)) / temperature
+    logits_CV = logits_CV.to(torch.promote_types(torch.float32, logits_CV.dtype))
+    if temperature != 1.0:
+        logits_CV = logits_CV / temperature
     logprobs_C = -nn.functional.cross_entropy(logits_CV, ids_C, reduction="none")
     columns = [logprobs_C]
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
