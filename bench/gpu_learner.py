@@ -47,7 +47,7 @@ from agentrl.types import Sample
 sys.path.insert(0, str(Path(__file__).parents[1]))  # it is missing with `python -m` or when loaded by a path
 from bench.shared.qwen3_shapes import SHAPES
 from bench.shared.random_policy import LORA, open_learner, write_config
-from bench.shared.verdict import finish
+from bench.shared.verdict import finish, no_gpu
 
 OUT = Path(__file__).parent / "results" / "gpu_learner.json"
 GOAL = 0.5
@@ -164,8 +164,7 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="a tiny shape on the CPU; writes nothing")
     args = parser.parse_args()
     if not args.smoke and not torch.cuda.is_available():
-        print("gpu_learner: PyTorch sees no GPU here; --smoke runs the same code on the CPU", file=sys.stderr)
-        return 2
+        return no_gpu("gpu_learner", unit="MFU in dense bfloat16", goal=GOAL)
     if args.quick:
         args.shapes, args.lengths, args.steps = "0.6B", "8192", 2
     if args.smoke:

@@ -32,11 +32,12 @@ from agentrl.types import Sampling
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # it is missing with `python -m` or when loaded by a path
 from bench.shared.qwen3_shapes import qwen3_config
-from bench.shared.verdict import finish
+from bench.shared.verdict import finish, no_gpu
 
 OUT = Path(__file__).parent / "results" / "gpu_rollout.json"
 ROUNDS = 3
 GOAL_SHARE = 0.7
+UNIT = "share of the memory-bandwidth bound, smallest cell"
 
 
 def make_model(shape: str, device: torch.device, context: int) -> PreTrainedModel:
@@ -154,8 +155,7 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="a tiny shape on the CPU; writes nothing")
     args = parser.parse_args()
     if not args.smoke and not torch.cuda.is_available():
-        print("gpu_rollout: PyTorch sees no GPU here; --smoke runs the same code on the CPU", file=sys.stderr)
-        return 2
+        return no_gpu("gpu_rollout", unit=UNIT, goal=GOAL_SHARE)
     if args.quick:
         args.shapes, args.sequences = "0.6B", "1,64"
     if args.smoke:
@@ -184,7 +184,7 @@ def main() -> int:
     line = {
         "bench": "gpu_rollout",
         "ours": min(cell["share"] for cell in cells if cell["cuda_graphs"] or args.smoke),
-        "unit": "share of the memory-bandwidth bound, smallest cell",
+        "unit": UNIT,
         "goal": GOAL_SHARE,
         **{key: value for key, value in result.items() if key != "cells"},
     }

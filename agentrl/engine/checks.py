@@ -33,9 +33,8 @@ def check_ids(ids: Sequence[int], vocabulary: int) -> NDArray[np.int64]:
     array = np.asarray(ids, dtype=np.int64)
     if array.size == 0:
         raise ValueError("ids is empty: there is nothing to continue")
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high >= vocabulary:
-        wrong = low if low < 0 else high
+    if array.view(np.uint64).max() >= vocabulary:  # negative numbers are the largest ones
+        wrong = min(int(array.min()), 0) or int(array.max())
         raise ValueError(f"token id {wrong} is outside the model's vocabulary of {vocabulary}")
     return array
 

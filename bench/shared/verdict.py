@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,6 +64,14 @@ def last_line(line: Mapping[str, Any], *, timed: bool = False) -> dict[str, Any]
     elif whole["met"] is False and timed and (why := MACHINE.busy()):
         whole = whole | {"met": "inconclusive", "why": why}
     return whole
+
+
+def no_gpu(bench: str, *, unit: str, goal: Any) -> int:
+    """Say that there is nothing to measure on; returns the exit status, 2."""
+    print(f"{bench}: PyTorch sees no GPU here; --smoke runs the same code on the CPU", file=sys.stderr)
+    why = "PyTorch sees no GPU on this machine"
+    finish({"bench": bench, "ours": None, "unit": unit, "goal": goal, "met": None, "why": why})
+    return 2
 
 
 def _machine() -> tuple[float, float]:

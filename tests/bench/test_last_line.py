@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.shared import verdict
 from bench.shared.verdict import KEYS, Machine, last_line
@@ -62,3 +65,19 @@ def test_own_work_is_not_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdict.os, "cpu_count", lambda: 4)
     # By hand: 4 s used, 3 of them ours, and 0.5 s stolen, of 2 s on 4 cores.
     assert Machine().elsewhere() == pytest.approx(1.5 / 8)
+
+
+@pytest.mark.parametrize("name", ["gpu_all", "gpu_learner", "gpu_rollout"])
+def test_without_a_gpu_there_is_a_line_that_says_so(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = importlib.import_module(f"bench.{name}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [name, "--quick"])
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert bench.main() == 2
+    out, err = capsys.readouterr()
+    assert err == f"{name}: PyTorch sees no GPU here; --smoke runs the same code on the CPU\n"
+    line = json.loads(out)
+    assert (line["bench"], line["met"]) == (name, "inconclusive")
+    assert "no GPU" in line["why"]

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import uuid
 import warnings
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 
 
 _STRUCTURED_TRIES = 4
+
+
+def _request_names() -> Iterator[str]:
+    """Names that no other client of a server uses. None begins with another: SGLang aborts by prefix."""
+    own = uuid.uuid4().hex
+    return (f"{own}{number:016x}" for number in count())
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,7 @@ class ServedEngine(Engine):
         self._version = 0
         self._weights: dict[str, Tensor] | None = None
         self._lock = asyncio.Lock()
+        self._requests = _request_names()
         self._aborts: set[asyncio.Task[None]] = set()
         self._closed = False
         self._pool = ReplicaPool(
@@ -314,7 +321,7 @@ class ServedEngine(Engine):
         async def ask(server: InferenceServer) -> ServerAnswer:
             if told:  # by a server lost since then: keep the known versions
                 return ServerAnswer.partial(told)
-            request = uuid.uuid4().hex
+            request = next(self._requests)
             try:
                 answer = await server.generate(ids, sampling, request=request, listener=listener, **tag)
             except asyncio.CancelledError as e:
