@@ -25,6 +25,24 @@ def test_all_three_controllers_are_found_and_handed_down(tree: Path) -> None:
     assert set(groups.bases.values()) == {str(run)}
 
 
+def test_the_last_run_of_another_process_may_end_while_one_begins(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tree / "agentrl" / leftovers.run_name()
+    made, removed = cgroups.os.mkdir, []
+
+    def mkdir(path: str, mode: int = 0o777) -> None:
+        if str(path) == str(run) and not removed:
+            removed.append(path)
+            run.parent.rmdir()  # as `close` does where nobody has a run any more
+        made(path, mode)
+
+    monkeypatch.setattr(cgroups.os, "mkdir", mkdir)
+    groups = cgroups.Groups()
+    assert (groups.why_not, len(removed)) == ("", 1)
+    assert run.is_dir()
+
+
 def test_a_group_has_its_limits_and_its_members(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = cgroups.Groups()
     place = tree / "agentrl" / leftovers.run_name() / "box"

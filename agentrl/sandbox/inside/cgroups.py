@@ -131,13 +131,12 @@ class Groups:
             self.why_not = "no cgroup file system is mounted"
             return
         for root in set(roots.values()):
-            os.makedirs(root, exist_ok=True)
+            run = f"{root}/{run_name()}"
+            _make_run(run)
             if self.version == 2:
-                _write(f"{root}/cgroup.subtree_control", enable)
+                for group in (root, run):
+                    _write(f"{group}/cgroup.subtree_control", enable)
             _sweep(root)
-            os.mkdir(f"{root}/{run_name()}")
-            if self.version == 2:
-                _write(f"{root}/{run_name()}/cgroup.subtree_control", enable)
         self.bases = {name: f"{root}/{run_name()}" for name, root in roots.items()}
 
     def create(self, name: str, *, memory_mb: int, pids: int, cpus: float | None) -> ControlGroup:
@@ -193,6 +192,17 @@ def _rmdir(path: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _make_run(base: str) -> None:
+    """Create the group of a run; the one above it may be removed meanwhile, by the last run that had used it."""
+    for tries_left in reversed(range(100)):
+        try:
+            os.makedirs(base)
+            return
+        except (FileNotFoundError, FileExistsError):
+            if not tries_left:
+                raise
 
 
 def _remove_run(base: str) -> None:
