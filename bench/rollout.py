@@ -245,7 +245,7 @@ def simulate(quick: bool) -> dict[str, Any]:
         f"per episode; {full.load.deaths} deaths, {full.load.cuts} cut requests, {full.lost} episodes replayed",
         flush=True,
     )
-    soaked = soak(0.75 if quick else 24.0)
+    soaked = soak(0.75, tasks=32) if quick else soak(24.0, tasks=1024)
     dearest = max(costs.values())
     return {
         "bench": "rollout",
@@ -274,8 +274,11 @@ def simulate(quick: bool) -> dict[str, Any]:
     }
 
 
-def soak(hours: float) -> dict[str, Any]:
-    """Play for hours of simulated time; which figures were higher in the last quarter than in the second?"""
+def soak(hours: float, tasks: int) -> dict[str, Any]:
+    """Play for hours of simulated time; which figures were higher in the last quarter than in the second?
+
+    All tasks must have been played in the first quarter.
+    """
     seen: list[dict[str, float]] = []
 
     def look(engine: ServedEngine, groups: GroupPlayer) -> None:
@@ -297,7 +300,7 @@ def soak(hours: float) -> dict[str, Any]:
         )
 
     failures = Failures(death_every_s=1800.0, cut=CUT)
-    work = Workload(128, 10**9, Slow, 8, 0.2, failures, until_s=3600 * hours, tasks=32)
+    work = Workload(128, 10**9, Slow, 8, 0.2, failures, until_s=3600 * hours, tasks=tasks)
     played = play(work, look)
     quarter = len(seen) // 4
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.engine.local import cache
 from agentrl.engine.local.attention import AttentionPlan
 from agentrl.engine.local.batching import WORTH_SHARING, Batcher, BatchLimits
+from agentrl.engine.local.cache import CachedAttention
 from agentrl.engine.local.flat_model import FlatModel, load_model
 from agentrl.engine.local.sampler import ROUNDING
 from agentrl.engine.local.slots import BatchRequest
@@ -137,14 +137,13 @@ def test_a_common_prefix_is_read_once_for_all_that_decode(
     models: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     shared: list[tuple[int, int]] = []
-    attend = cache._attend_sharing
+    attend = CachedAttention._decode_sharing
 
-    def counted(*args: Any) -> torch.Tensor:
-        _, _, query_RHD, _, prefix, *_ = args
-        shared.append((len(query_RHD), prefix))
-        return attend(*args)
+    def counted(plan: CachedAttention, layer: int, query_RHD: torch.Tensor, *rest: Any) -> torch.Tensor:
+        shared.append((len(query_RHD), plan.prefix))
+        return attend(plan, layer, query_RHD, *rest)
 
-    monkeypatch.setattr(cache, "_attend_sharing", counted)
+    monkeypatch.setattr(CachedAttention, "_decode_sharing", counted)
     steps = Steps(models[kind], prefill_chunk=4096)
     prompts = [[*prompt(70), 7, number % 3, *prompt(number % 5, number)] for number in range(40)]
     requests = [

@@ -29,8 +29,8 @@ WORTH_COPYING = 8
 WORTH_WAITING = 16
 """Minimum extra length of a prefix being computed by another request for it to be worth waiting for."""
 WORTH_SHARING = 2048
-"""Keys and values of a common prefix are read once for all sequences that decode if that saves reading so many
-tokens: below it, the additional operations take as long (measured on a CPU)."""
+"""On a CPU, keys and values of a common prefix are read once for all sequences that decode if that saves reading
+so many tokens: below it, the additional operations take as long."""
 FIRST_SLOTS = 16
 CAPACITY_STEP = 128
 """Slots grow in steps of this many tokens."""
@@ -184,7 +184,7 @@ class Batcher:
         keep = [*range(len(decode)), *(span.offset + span.count - 1 for span in ready)]
         slots_N = torch.from_numpy(slots).to(device)
         positions_N = torch.from_numpy(positions).to(device)
-        prefix = table.shared(decode)
+        prefix = table.shared(decode) if device.type == "cpu" else 0
         prefix = prefix if prefix * len(decode) >= WORTH_SHARING else 0
         plan = CachedAttention(self.cache, slots_N, positions_N, len(decode), spans, prefix)
         ids_N = torch.from_numpy(table.tokens[slots, positions]).to(device)

@@ -155,11 +155,12 @@ class CachedAttention:
                 and values of these are read from the first of the slots only.
         """
         self.cache = cache
-        self.prefix = prefix
         self.slots = slots_N
         self.positions = positions_N
         self.spans = spans
         self.decode = slots_N[:decoding]
+        self.prefix = prefix
+        self.first = int(self.decode[0]) if prefix else 0
         self.high = int(self.decode[-1]) + 1 if decoding else 0
         self.length = int(positions_N[:decoding].max()) + 1 if decoding else 0
         self._decode_bias: dict[int | None, Tensor] = {}
@@ -198,11 +199,38 @@ class CachedAttention:
             query = query_NHD.new_zeros(self.high, heads, dim).index_copy_(0, self.decode, query_NHD)
         bias = self._bias_of_decode(self.cache.shape.heads, window, query.dtype)
         if self.prefix and (window is None or window >= self.length):
-            first = int(self.decode[0])
-            out = _attend_sharing(self.cache, layer, query, first, self.prefix, self.length, bias, scaling)
+            out = self._decode_sharing(layer, query, bias, scaling)
         else:
             out = attend_rows(self.cache, layer, query, self.length, bias, scaling)
         return out if full else out[self.decode]
+
+    def _decode_sharing(self, layer: int, query_RHD: Tensor, bias: Tensor, scaling: float) -> Tensor:
+        """Do what `attend_rows` does, but read the common prefix once, from the first slot that decodes."""
+        rows, heads, dim = query_RHD.shape
+        keys_SKDC, values_SKCD = self.cache.keys[layer], self.cache.values[layer]
+        kv_heads, capacity, value_dim = values_SKCD.shape[1:]
+        batch, group, prefix = rows * kv_heads, heads // kv_heads, self.prefix
+
+        def by_head(x: Tensor) -> Tensor:
+            return x.reshape(rows, kv_heads, group, -1).transpose(0, 1).reshape(kv_heads, rows * group, -1)
+
+        def by_row(x: Tensor) -> Tensor:
+            return x.view(kv_heads, rows, group, -1).transpose(0, 1).reshape(batch, group, -1)
+
+        shared = torch.bmm(by_head(query_RHD * scaling), keys_SKDC[self.first, :, :, :prefix])
+        own = torch.baddbmm(
+            bias[..., prefix:],
+            query_RHD.reshape(batch, group, dim),
+            keys_SKDC[:rows].view(batch, dim, capacity)[:, :, prefix : self.length],
+            alpha=scaling,
+        )
+        scores = torch.cat([by_row(shared), own], -1)
+        weights = torch.softmax(scores, -1, dtype=torch.float32).to(query_RHD.dtype)
+        return torch.baddbmm(
+            by_row(torch.bmm(by_head(weights[..., :prefix]), values_SKCD[self.first, :, :prefix])),
+            weights[..., prefix:],
+            values_SKCD[:rows].view(batch, capacity, value_dim)[:, prefix : self.length],
+        ).view(rows, heads, value_dim)
 
     def _bias_of_decode(self, kv_heads: int, window: int | None, dtype: torch.dtype) -> Tensor:
         """(high * K, 1, length): 0 where a slot may attend, the most negative number elsewhere."""
@@ -261,45 +289,6 @@ def attend_rows(
         cache.values[layer][:rows].view(batch, capacity, value_dim)[:, :length],
         bias,
         scaling,
-    ).view(rows, heads, value_dim)
-
-
-def _attend_sharing(
-    cache: KVCache,
-    layer: int,
-    query_RHD: Tensor,
-    first: int,
-    prefix: int,
-    length: int,
-    bias: Tensor,
-    scaling: float,
-) -> Tensor:
-    """Do what `attend_rows` does, but read the keys and values of the first `prefix` positions of slot `first`
-    for all rows."""
-    rows, heads, dim = query_RHD.shape
-    kv_heads, capacity, value_dim = cache.values[layer].shape[1:]
-    batch, group = rows * kv_heads, heads // kv_heads
-    keys_KDC, values_KCD = cache.keys[layer][first], cache.values[layer][first]
-
-    def by_head(x: Tensor) -> Tensor:
-        return x.reshape(rows, kv_heads, group, -1).transpose(0, 1).reshape(kv_heads, rows * group, -1)
-
-    def by_row(x: Tensor) -> Tensor:
-        return x.view(kv_heads, rows, group, -1).transpose(0, 1).reshape(batch, group, -1)
-
-    shared = torch.bmm(by_head(query_RHD * scaling), keys_KDC[:, :, :prefix])
-    own = torch.baddbmm(
-        bias[..., prefix:],
-        query_RHD.reshape(batch, group, dim),
-        cache.keys[layer][:rows].view(batch, dim, capacity)[:, :, prefix:length],
-        alpha=scaling,
-    )
-    scores = torch.cat([by_row(shared), own], -1)
-    weights = torch.softmax(scores, -1, dtype=torch.float32).to(query_RHD.dtype)
-    return torch.baddbmm(
-        by_row(torch.bmm(by_head(weights[..., :prefix]), values_KCD[:, :prefix])),
-        weights[..., prefix:],
-        cache.values[layer][:rows].view(batch, capacity, value_dim)[:, prefix:length],
     ).view(rows, heads, value_dim)
 
 

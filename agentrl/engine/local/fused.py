@@ -109,25 +109,24 @@ class _HeadNorm:
         self._which = torch.tensor([0] * heads + [1] * kv_heads, device=self._weights_2D.device)
 
     def __call__(self, qk_NHD: Tensor) -> Tensor:
-        return _unit(qk_NHD, self._eps).mul_(self._weights_2D[self._which])
+        return _rms_norm(qk_NHD, None, self._eps).mul_(self._weights_2D[self._which])
 
 
 def _norm(x: Tensor, module: Any) -> Tensor:
-    if x.is_cuda or x.dtype != torch.float32:
-        return F.rms_norm(x, (x.shape[-1],), module.weight, module.variance_epsilon)
-    return _unit(x, module.variance_epsilon).mul_(module.weight)
+    return _rms_norm(x, module.weight, module.variance_epsilon)
 
 
-def _unit(x: Tensor, eps: float) -> Tensor:
-    """Scale the last dimension to a mean square of 1.
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Scale the last dimension to a mean square of 1, and then by `weight`.
 
     PyTorch has a kernel for it on CUDA; on a CPU it composes about ten operations, and a small batch feels each.
     """
     size = x.shape[-1]
     if x.is_cuda or x.dtype != torch.float32:
-        return F.rms_norm(x, (size,), None, eps)
+        return F.rms_norm(x, (size,), weight, eps)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * torch.addcmul(torch.tensor(eps), length, length, value=1 / size).rsqrt_()
+    unit = x * torch.addcmul(torch.tensor(eps), length, length, value=1 / size).rsqrt_()
+    return unit if weight is None else unit.mul_(weight)
 
 
 def _residual(x_NM: Tensor, inner: Tensor, linear: nn.Linear) -> Tensor:
