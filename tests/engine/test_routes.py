@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -189,3 +190,22 @@ async def test_nothing_is_kept_unless_asked_for(folders: dict[str, Path]):
 def test_a_model_without_experts_is_refused(models: dict[str, Path]):
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM has no routers that return the experts they choose"):
         LocalEngine.from_directory(models["qwen3"], routes=True)
+
+
+def test_routes_of_drafted_tokens(folders: dict[str, Path]):
+    prompts = [prompt(5 + n, n) for n in range(4)]
+    drafting, plainly = Steps(folders["olmoe"]), Steps(folders["olmoe"])
+    plainly.scheduler.drafts = None
+    passes = {id(steps): 0 for steps in (drafting, plainly)}
+    for steps in (drafting, plainly):
+        forward = steps.scheduler.forward
+
+        def counted(*given: Any, steps: Steps = steps, forward: Any = forward) -> torch.Tensor:
+            passes[id(steps)] += 1
+            return forward(*given)
+
+        steps.scheduler.forward = counted
+    for _ in range(6):  # what is sampled again and again is drafted
+        found, wanted = drafting.play(prompts, 30), plainly.play(prompts, 30)
+        assert [(one.ids, one.routes) for one in found] == [(one.ids, one.routes) for one in wanted]
+    assert passes[id(drafting)] < 0.8 * passes[id(plainly)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -137,13 +136,13 @@ def test_a_common_prefix_is_read_once_for_all_that_decode(
     models: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     shared: list[tuple[int, int]] = []
-    attend = CachedAttention._decode_sharing
+    scores = CachedAttention._scores_of_prefix
 
-    def counted(plan: CachedAttention, layer: int, query_RHD: torch.Tensor, *rest: Any) -> torch.Tensor:
-        shared.append((len(query_RHD), plan.prefix))
-        return attend(plan, layer, query_RHD, *rest)
+    def counted(plan: CachedAttention, layer: int, query_nKGD: torch.Tensor) -> torch.Tensor:
+        shared.append((plan.high, plan.prefix))
+        return scores(plan, layer, query_nKGD)
 
-    monkeypatch.setattr(CachedAttention, "_decode_sharing", counted)
+    monkeypatch.setattr(CachedAttention, "_scores_of_prefix", counted)
     steps = Steps(models[kind], prefill_chunk=4096)
     prompts = [[*prompt(70), 7, number % 3, *prompt(number % 5, number)] for number in range(40)]
     requests = [

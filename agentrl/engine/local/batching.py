@@ -14,12 +14,14 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrl.engine.base import GenerateOptions
 from agentrl.engine.local.cache import CachedAttention, CacheShape, CacheSpan, KVCache
 from agentrl.engine.local.constrained import sample_constrained, tell
 from agentrl.engine.local.decode import Capture, Forward, ReplayedDecode
+from agentrl.engine.local.drafts import CONTEXT, Drafts
 from agentrl.engine.local.slots import BatchRequest, IntArray, SlotTable
 from agentrl.errors import EngineError
 from agentrl.types import Completion
@@ -31,6 +33,10 @@ WORTH_WAITING = 16
 WORTH_SHARING = 2048
 """On a CPU, keys and values of a common prefix are read once for all sequences that decode if that saves reading
 so many tokens: below it, the additional operations take as long."""
+WORTH_DRAFTING = 0.25
+"""Sequences have as many drafts in a step as this share of them has: the others compute as many queries."""
+DRAFT_SCORES = 1 << 20
+"""Maximum number of attention scores of a head in a step with drafts."""
 FIRST_SLOTS = 16
 CAPACITY_STEP = 128
 """Slots grow in steps of this many tokens."""
@@ -88,6 +94,7 @@ class Batcher:
             if recording is None
             else ReplayedDecode(forward, self.cache, recording.vocabulary, recording.capture)
         )
+        self.drafts = Drafts() if shape.device.type == "cpu" and recording is None else None
         self.table = SlotTable(slots, capacity)
         self.waiting: OrderedDict[BatchRequest, None] = OrderedDict()
         self.sessions: dict[str, int] = {}
@@ -147,11 +154,12 @@ class Batcher:
             return
         pending = table.known[active] - table.computed[active]
         decode = active[pending == 1]
-        spans, ready = self._spans(active[pending > 1], len(decode))
-        logits = self._run(decode, spans, ready)
-        drawing = np.concatenate([decode, np.array([span.slot for span in ready], dtype=np.int64)])
+        widths = 1 + self._draft(decode)
+        spans, ready = self._spans(active[pending > 1], int(widths.sum()))
+        logits = self._run(decode, widths, spans, ready)
+        drawing = np.concatenate([decode.repeat(widths), np.array([span.slot for span in ready], dtype=np.int64)])
         if len(drawing):
-            self._draw(drawing, logits)
+            self._draw(drawing, np.concatenate([_columns(widths), np.zeros(len(ready), dtype=np.int64)]), logits)
 
     # -- one forward pass --------------------------------------------------------------------------------------
 
@@ -170,23 +178,45 @@ class Batcher:
                 break
         return spans, ready
 
-    def _run(self, decode: IntArray, spans: Sequence[CacheSpan], ready: Sequence[CacheSpan]) -> Tensor:
+    def _draft(self, decode: IntArray) -> IntArray:
+        """Write drafts behind the known tokens of these slots; returns how many each got."""
+        table = self.table
+        counts = np.zeros(len(decode), dtype=np.int64)
+        if self.drafts is None or not len(decode):
+            return counts
+        known = table.known[decode]
+        room = np.where(table.special[decode] | (known < CONTEXT), 0, table.room(decode))
+        at_once = DRAFT_SCORES // ((int(decode[-1]) + 1) * int(known.max())) - 1
+        room = np.minimum(room, at_once)
+        contexts = table.before(decode, np.maximum(known, CONTEXT), CONTEXT)
+        guesses = self.drafts.guess(contexts, room, max(1, int(WORTH_DRAFTING * len(decode))))
+        rows, columns = np.nonzero(guesses >= 0)
+        table.tokens[decode[rows], known[rows] + columns] = guesses[rows, columns]
+        counts[:] = np.count_nonzero(guesses >= 0, axis=1)
+        return counts
+
+    def _run(
+        self, decode: IntArray, widths: IntArray, spans: Sequence[CacheSpan], ready: Sequence[CacheSpan]
+    ) -> Tensor:
         table, device = self.table, self.cache.shape.device
         if self.replayed is not None and not spans:
             positions = table.computed[decode]
             logits = self.replayed(decode, table.tokens[decode, positions], positions)
             table.computed[decode] += 1
             return logits
-        slots = np.concatenate([decode, *(np.full(span.count, span.slot) for span in spans)])
+        slots = np.concatenate([decode.repeat(widths), *(np.full(span.count, span.slot) for span in spans)])
         positions = np.concatenate(
-            [table.computed[decode], *(np.arange(span.start, span.start + span.count) for span in spans)]
+            [
+                table.computed[decode].repeat(widths) + _columns(widths),
+                *(np.arange(span.start, span.start + span.count) for span in spans),
+            ]
         )
-        keep = [*range(len(decode)), *(span.offset + span.count - 1 for span in ready)]
+        keep = [*range(int(widths.sum())), *(span.offset + span.count - 1 for span in ready)]
         slots_N = torch.from_numpy(slots).to(device)
         positions_N = torch.from_numpy(positions).to(device)
         prefix = table.shared(decode) if device.type == "cpu" else 0
         prefix = prefix if prefix * len(decode) >= WORTH_SHARING else 0
-        plan = CachedAttention(self.cache, slots_N, positions_N, len(decode), spans, prefix)
+        plan = CachedAttention(self.cache, slots_N, positions_N, widths.tolist(), spans, prefix)
         ids_N = torch.from_numpy(table.tokens[slots, positions]).to(device)
         logits = self.forward(ids_N, positions_N, plan, torch.tensor(keep, dtype=torch.long, device=device))
         table.computed[decode] += 1
@@ -194,16 +224,19 @@ class Batcher:
             table.computed[span.slot] += span.count
         return logits
 
-    def _draw(self, slots: IntArray, logits: Tensor) -> None:
+    def _draw(self, slots: IntArray, ahead: IntArray, logits: Tensor) -> None:
+        """Sample a token for each row of the logits: that of a slot which is `ahead` of its next one."""
         table = self.table
         special = np.flatnonzero(table.special[slots])
         by_row = {int(row): self._options(int(slots[row])) for row in special}
-        alone = None if self.alone is None else partial(self._alone, slots)
-        ids, logprobs = sample_constrained(logits, table.draw(slots), by_row, alone)
-        finite = torch.isfinite(logprobs).cpu().numpy()
-        finished = table.append(slots, ids.cpu().numpy(), logprobs.cpu().numpy(), self.version)
-        tell(by_row, logits, table.temperature[slots], ids, logprobs, self.version)
-        for slot in slots[~finite].tolist():
+        alone = None if self.alone is None else partial(self._alone, slots, ahead)
+        ids_N, logprobs_N = sample_constrained(logits, table.draw(slots, ahead), by_row, alone)
+        finite = torch.isfinite(logprobs_N).cpu().numpy()
+        ids, logprobs = ids_N.cpu().numpy(), logprobs_N.cpu().numpy()
+        kept = table.kept(slots, ahead, ids)
+        finished = self._append(slots[kept], ahead[kept], ids[kept], logprobs[kept])
+        tell(by_row, logits, table.temperature[slots], ids_N, logprobs_N, self.version)
+        for slot in np.unique(slots[~finite]).tolist():
             request = self._leave(slot)
             request.deliver(EngineError(f"the model's logits are not finite (policy version {self.version})"))
         if not finite.all():
@@ -215,10 +248,21 @@ class Batcher:
             stopped = int(request.ids[-1]) in request.sampling.stop_ids
             request.deliver(self._completion(request, "stop" if stopped else "length"))
 
-    def _alone(self, slots: IntArray, row: int) -> Tensor:
+    def _append(self, slots: IntArray, ahead: IntArray, ids: IntArray, logprobs: NDArray[np.float32]) -> IntArray:
+        """Add sampled tokens, and learn from them what to draft; returns the slots that are now finished."""
+        table = self.table
+        positions = table.known[slots] + ahead
+        finished = table.append(slots, ahead, ids, logprobs, self.version)
+        table.computed[slots[ahead > 0]] = positions[ahead > 0]  # the drafts before a slot's last token
+        if self.drafts is not None:
+            known = positions >= CONTEXT
+            self.drafts.learn(table.before(slots[known], positions[known], CONTEXT), ids[known])
+        return finished
+
+    def _alone(self, slots: IntArray, ahead: IntArray, row: int) -> Tensor:
         assert self.alone is not None
         slot = int(slots[row])
-        return self.alone(self.table.tokens[slot, : self.table.known[slot]])
+        return self.alone(self.table.tokens[slot, : self.table.known[slot] + ahead[row]])
 
     def _options(self, slot: int) -> GenerateOptions:
         request = self.table.request[slot]
@@ -406,3 +450,9 @@ class Batcher:
 
     def _index_sessions(self) -> None:
         self.sessions = {name: slot for slot, name in enumerate(self.table.session) if name is not None}
+
+
+def _columns(widths: IntArray) -> IntArray:
+    """Return 0 to w - 1 for each width w, end to end."""
+    ends = np.cumsum(widths)
+    return np.arange(int(widths.sum())) - (ends - widths).repeat(widths)

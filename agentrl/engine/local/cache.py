@@ -1,7 +1,8 @@
 """The key-value cache: one row of tokens per slot, and the attention plan that reads and writes it.
 
 Shapes: S slots, C tokens a slot can hold, K key-value heads, D head size, N tokens of a flat batch, H query heads;
-for routes L routers and k experts of each.
+of the slots that decode n tokens, R rows of the cache, W tokens of a row, G = H / K query heads that read the same
+keys; for routes L routers and k experts of each.
 """
 
 from __future__ import annotations
@@ -131,11 +132,12 @@ class CacheSpan:
 
 
 class CachedAttention:
-    """Plan for a flat batch over the cache: first one token for each of the `decode` slots, then the tokens of
-    `spans`.
+    """Plan for a flat batch over the cache: first the tokens of the slots that decode, one or a few for each, then
+    those of `spans`.
 
     Decoding reads the cache rows 0 to `high` as one view, whether or not all of them take part: that is cheaper
-    than gathering, as long as the decoding slots are close together.
+    than gathering, as long as the decoding slots are close together. Every row has W queries, as many as the slot
+    with the most new tokens.
     """
 
     def __init__(
@@ -143,14 +145,14 @@ class CachedAttention:
         cache: KVCache,
         slots_N: Tensor,
         positions_N: Tensor,
-        decoding: int,
+        widths: Sequence[int],
         spans: Sequence[CacheSpan],
         prefix: int = 0,
     ) -> None:
         """Take slot and position of each token.
 
         Args:
-            decoding: the first so many tokens are those that decode, slots ascending.
+            widths: how many new tokens each slot that decodes has, slots ascending. The first tokens are theirs.
             prefix: the slots that decode start with so many tokens in common, all before their positions; keys
                 and values of these are read from the first of the slots only.
         """
@@ -158,12 +160,16 @@ class CachedAttention:
         self.slots = slots_N
         self.positions = positions_N
         self.spans = spans
-        self.decode = slots_N[:decoding]
+        self.decoding, self.width = sum(widths), max(widths, default=0)
+        decode = slots_N[: self.decoding]
         self.prefix = prefix
-        self.first = int(self.decode[0]) if prefix else 0
-        self.high = int(self.decode[-1]) + 1 if decoding else 0
-        self.length = int(positions_N[:decoding].max()) + 1 if decoding else 0
-        self._decode_bias: dict[int | None, Tensor] = {}
+        self.first = int(decode[0]) if prefix else 0
+        self.high = int(decode[-1]) + 1 if widths else 0
+        self.length = int(positions_N[: self.decoding].max()) + 1 if widths else 0
+        self._one_each = self.width == 1 and self.decoding == self.high
+        self._rows = decode
+        self._columns = torch.tensor([c for width in widths for c in range(width)], device=slots_N.device)
+        self._decode_bias: dict[tuple[int | None, int], Tensor] = {}
         self._span_bias: dict[tuple[int, int, int | None], Tensor] = {}
 
     def attend(
@@ -180,7 +186,7 @@ class CachedAttention:
         keys_SKDC, values_SKCD = self.cache.keys[layer], self.cache.values[layer]
         parts = []
         if self.high:
-            parts.append(self._decode(layer, query_NHD[: len(self.decode)], scaling, window))
+            parts.append(self._decode(layer, query_NHD[: self.decoding], scaling, window))
         for span in self.spans:
             for piece in _pieces(span, query_NHD.shape[1]):
                 query_LHD = query_NHD[piece.offset : piece.offset + piece.count]
@@ -192,54 +198,54 @@ class CachedAttention:
     def keep_routes(self, routes_NLk: Tensor) -> None:
         self.cache.write_routes(self.slots, self.positions, routes_NLk)
 
-    def _decode(self, layer: int, query_NHD: Tensor, scaling: float, window: int | None) -> Tensor:
-        count, heads, dim = query_NHD.shape
-        query, full = query_NHD, count == self.high
-        if not full:
-            query = query_NHD.new_zeros(self.high, heads, dim).index_copy_(0, self.decode, query_NHD)
-        bias = self._bias_of_decode(self.cache.shape.heads, window, query.dtype)
-        if self.prefix and (window is None or window >= self.length):
-            out = self._decode_sharing(layer, query, bias, scaling)
+    def _decode(self, layer: int, query_nHD: Tensor, scaling: float, window: int | None) -> Tensor:
+        kv_heads = self.cache.shape.heads
+        query_nKGD = query_nHD.view(len(query_nHD), kv_heads, -1, query_nHD.shape[-1]) * scaling
+        prefix = self.prefix if window is None or window >= self.length else 0
+        keys_RKDC = self.cache.keys[layer][: self.high, ..., prefix : self.length]
+        values_RKCD = self.cache.values[layer][: self.high, :, prefix : self.length]
+        scores_nKGC = self._by_token(torch.bmm(self._by_row(query_nKGD), keys_RKDC.flatten(0, 1)))
+        scores_nKGC += self._bias_of_decode(window, prefix, query_nHD.dtype)
+        if prefix:
+            scores_nKGC = torch.cat([self._scores_of_prefix(layer, query_nKGD), scores_nKGC], -1)
+        weights_nKGC = torch.softmax(scores_nKGC, -1, dtype=torch.float32).to(query_nHD.dtype)
+        own = self._by_row(weights_nKGC[..., prefix:])
+        out_nKGD = self._by_token(torch.bmm(own, values_RKCD.flatten(0, 1)))
+        if prefix:
+            values_KCD = self.cache.values[layer][self.first, :, :prefix]
+            out_nKGD += _times(weights_nKGC[..., :prefix], values_KCD)
+        return out_nKGD.flatten(1, 2)
+
+    def _scores_of_prefix(self, layer: int, query_nKGD: Tensor) -> Tensor:
+        """(n, K, G, prefix): scores of the common prefix, which is read once, from the first slot that decodes."""
+        return _times(query_nKGD, self.cache.keys[layer][self.first, ..., : self.prefix])
+
+    def _by_row(self, x_nKGX: Tensor) -> Tensor:
+        """(R * K, W * G, X), zeros where a row has fewer tokens: those of the slots next to each other."""
+        if self._one_each:
+            return x_nKGX.flatten(0, 1)
+        kv_heads, group, size = x_nKGX.shape[1:]
+        if self.width == 1:
+            x = x_nKGX.new_zeros(self.high, kv_heads, group, size).index_copy_(0, self._rows, x_nKGX)
         else:
-            out = attend_rows(self.cache, layer, query, self.length, bias, scaling)
-        return out if full else out[self.decode]
+            x = x_nKGX.new_zeros(self.high, kv_heads, self.width, group, size)
+            x[self._rows, :, self._columns] = x_nKGX
+        return x.view(self.high * kv_heads, self.width * group, size)
 
-    def _decode_sharing(self, layer: int, query_RHD: Tensor, bias: Tensor, scaling: float) -> Tensor:
-        """Do what `attend_rows` does, but read the common prefix once, from the first slot that decodes."""
-        rows, heads, dim = query_RHD.shape
-        keys_SKDC, values_SKCD = self.cache.keys[layer], self.cache.values[layer]
-        kv_heads, capacity, value_dim = values_SKCD.shape[1:]
-        batch, group, prefix = rows * kv_heads, heads // kv_heads, self.prefix
+    def _by_token(self, x_BLX: Tensor) -> Tensor:
+        """(n, K, G, X): the inverse of `_by_row`."""
+        x = x_BLX.view(self.high, self.cache.shape.heads, self.width, -1, x_BLX.shape[-1])
+        if self.width > 1:
+            return x[self._rows, :, self._columns]
+        return x[:, :, 0] if self._one_each else x[:, :, 0].index_select(0, self._rows)
 
-        def by_head(x: Tensor) -> Tensor:
-            return x.reshape(rows, kv_heads, group, -1).transpose(0, 1).reshape(kv_heads, rows * group, -1)
-
-        def by_row(x: Tensor) -> Tensor:
-            return x.view(kv_heads, rows, group, -1).transpose(0, 1).reshape(batch, group, -1)
-
-        shared = torch.bmm(by_head(query_RHD * scaling), keys_SKDC[self.first, :, :, :prefix])
-        own = torch.baddbmm(
-            bias[..., prefix:],
-            query_RHD.reshape(batch, group, dim),
-            keys_SKDC[:rows].view(batch, dim, capacity)[:, :, prefix : self.length],
-            alpha=scaling,
-        )
-        scores = torch.cat([by_row(shared), own], -1)
-        weights = torch.softmax(scores, -1, dtype=torch.float32).to(query_RHD.dtype)
-        return torch.baddbmm(
-            by_row(torch.bmm(by_head(weights[..., :prefix]), values_SKCD[self.first, :, :prefix])),
-            weights[..., prefix:],
-            values_SKCD[:rows].view(batch, capacity, value_dim)[:, prefix : self.length],
-        ).view(rows, heads, value_dim)
-
-    def _bias_of_decode(self, kv_heads: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """(high * K, 1, length): 0 where a slot may attend, the most negative number elsewhere."""
-        if window not in self._decode_bias:
-            last = torch.zeros(self.high, dtype=torch.long, device=self.slots.device)
-            last[self.decode] = self.positions[: len(self.decode)]
-            bias = bias_of(last, self.length, window, dtype)
-            self._decode_bias[window] = bias.repeat_interleave(kv_heads, 0)[:, None]
-        return self._decode_bias[window]
+    def _bias_of_decode(self, window: int | None, start: int, dtype: torch.dtype) -> Tensor:
+        """(n, 1, 1, length - start): 0 where a token may attend, the most negative number elsewhere; the positions
+        from `start` on."""
+        if (window, start) not in self._decode_bias:
+            last_n = self.positions[: self.decoding]
+            self._decode_bias[window, start] = bias_of(last_n, self.length, window, dtype, start)[:, None, None]
+        return self._decode_bias[window, start]
 
     def _prefill(
         self,
@@ -276,6 +282,13 @@ def _pieces(span: CacheSpan, heads: int) -> list[CacheSpan]:
     ]
 
 
+def _times(x_nKGX: Tensor, y_KXY: Tensor) -> Tensor:
+    """(n, K, G, Y): all tokens with the same factor."""
+    n, kv_heads, group, size = x_nKGX.shape
+    out = torch.bmm(x_nKGX.transpose(0, 1).reshape(kv_heads, n * group, size), y_KXY)
+    return out.view(kv_heads, n, group, -1).transpose(0, 1)
+
+
 def attend_rows(
     cache: KVCache, layer: int, query_RHD: Tensor, length: int, bias: Tensor, scaling: float
 ) -> Tensor:
@@ -292,9 +305,10 @@ def attend_rows(
     ).view(rows, heads, value_dim)
 
 
-def bias_of(last_L: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """(L, length): 0 at the positions up to last_L (of the last `window`), the most negative number elsewhere."""
-    places = torch.arange(length, device=last_L.device)
+def bias_of(last_L: Tensor, length: int, window: int | None, dtype: torch.dtype, start: int = 0) -> Tensor:
+    """(L, length - start): 0 at the positions up to last_L (of the last `window`), the most negative number
+    elsewhere; the positions from `start` on."""
+    places = torch.arange(start, length, device=last_L.device)
     hidden = places > last_L[:, None]
     if window is not None:
         hidden |= places <= last_L[:, None] - window

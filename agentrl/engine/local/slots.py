@@ -162,25 +162,51 @@ class SlotTable:
         computed = int(self.computed[slot])
         return 0 < computed <= len(ids) and bool((self.tokens[slot, :computed] == ids[:computed]).all())
 
-    def draw(self, slots: IntArray) -> Draw:
-        """Return sampling parameters and random numbers for the next token of these slots."""
+    def draw(self, slots: IntArray, ahead: IntArray) -> Draw:
+        """Return sampling parameters and random numbers for these slots' tokens, `ahead` of the next one."""
         return Draw(
             temperature=self.temperature[slots],
             top_p=self.top_p[slots],
             top_k=self.top_k[slots],
             min_p=self.min_p[slots],
-            uniform=uniforms(self.seed[slots], self.known[slots] - self.prompt[slots]),
+            uniform=uniforms(self.seed[slots], self.known[slots] + ahead - self.prompt[slots]),
         )
 
-    def append(self, slots: IntArray, ids: IntArray, logprobs: NDArray[np.float32], version: int) -> IntArray:
-        """Add one sampled token to each slot; returns the slots that are now finished."""
-        known = self.known[slots]
+    def room(self, slots: IntArray) -> IntArray:
+        """Return how many tokens each slot can take before the last one that its limit and capacity allow."""
+        return np.minimum(self.limit[slots], self.capacity) - self.known[slots] - 1
+
+    def before(self, slots: IntArray, positions: IntArray, count: int) -> IntArray:
+        """Return (N, count) the tokens before these positions, which are at least `count`."""
+        return cast(IntArray, self.tokens[slots[:, None], positions[:, None] + np.arange(-count, 0)])
+
+    def kept(self, slots: IntArray, ahead: IntArray, ids: IntArray) -> NDArray[np.bool_]:
+        """Return which sampled tokens follow from those before them: a slot's first, and each behind a draft that
+        was sampled and did not end the sequence. The tokens of a slot are neighbors; drafts are behind the known
+        ones."""
+        if not ahead.any():
+            return np.ones(len(slots), dtype=np.bool_)
+        as_drafted = ids == self.tokens[slots, self.known[slots] + ahead]
+        wrong = np.cumsum(~(as_drafted & ~self._stops_at(slots, ids)))
+        before = np.concatenate([[0], wrong[:-1]])
+        first = np.flatnonzero(ahead == 0)
+        return cast(NDArray[np.bool_], before == np.repeat(before[first], np.diff([*first, len(slots)])))
+
+    def append(
+        self, slots: IntArray, ahead: IntArray, ids: IntArray, logprobs: NDArray[np.float32], version: int
+    ) -> IntArray:
+        """Add sampled tokens, those of a slot next to each other; returns the slots that are now finished."""
+        ends = np.flatnonzero(np.diff(slots, append=-1))
+        known = self.known[slots] + ahead
         self.tokens[slots, known] = ids
         self.logprobs[slots, known] = logprobs
         self.versions[slots, known] = version
-        self.known[slots] = known + 1
-        stopped: NDArray[np.bool_] = (ids[:, None] == self.stops[slots]).any(1)
-        return slots[stopped | (known + 1 >= self.limit[slots])]
+        last, slots = known[ends] + 1, slots[ends]
+        self.known[slots] = last
+        return slots[self._stops_at(slots, ids[ends]) | (last >= self.limit[slots])]
+
+    def _stops_at(self, slots: IntArray, ids: IntArray) -> NDArray[np.bool_]:
+        return cast(NDArray[np.bool_], (ids[:, None] == self.stops[slots]).any(1))
 
     def swap(self, left: Sequence[int], right: Sequence[int]) -> None:
         """Swap slot left[i] and slot right[i], all i at once."""
