@@ -26,7 +26,7 @@ from agentrl.trainer.samples import TrainingRows, to_records
 from agentrl.trainer.token_log import token_columns
 from agentrl.types import Episode, Group
 
-DRAW_EVERY_S = 20.0
+DRAW_EVERY_S = 60.0
 EXAMINE_AT, EXAMINE_EVERY = (1, 3, 10), 20
 """Steps after which the doctor looks at the run."""
 SAMPLED_GROUPS = 8

@@ -45,7 +45,8 @@ def token_columns(
 
 def _columns(episode: Episode, found: Sequence[tuple[Sample, TokenValues]], rows: TrainingRows) -> TokenColumns:
     starts, total = _starts(episode)
-    columns = {name: np.full(total, np.nan) for name in VALUES}
+    given = {name for _, values in found for name in values}
+    columns = {name: np.full(total, np.nan) for name in VALUES if name in given}
     flags = np.full(total, 0 if found else MASKED, dtype=np.int64)
     advantages = np.full(total, np.nan)
     for segment, advantage in rows.by_segment.get(episode.id, {}).items():
@@ -73,9 +74,9 @@ def _fill(
     values: TokenValues,
 ) -> None:
     """Put the values of one row into the columns of its episode."""
-    for name in VALUES:
+    for name, column in columns.items():
         if name in values:
-            columns[name][places] = values[name]
+            column[places] = values[name]
     if "advantages" in values:
         advantages[places] = values["advantages"]
     if "clipped" in values:
