@@ -184,8 +184,8 @@ class RankWorker:
 
     def address(self) -> str:
         """Where the ranks meet if this is rank 0."""
-        host = _node_address()
-        return f"tcp://{host}:{self._port.enter_context(reserved_port(host))}"
+        port = self._port.enter_context(reserved_port(""))  # torch listens on all addresses
+        return f"tcp://{_node_address()}:{port}"
 
     def join(self, address: str, make: MakeRank[object], spec: LearnerSpec) -> None:
         """Meet the other ranks and load this one's shard. Raises ConfigError for a model that cannot be used."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import ConfigError
+from agentrl.learner import rank_pool
 from agentrl.learner.shard import World
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import make_batch
@@ -100,3 +102,15 @@ def test_a_model_that_cannot_be_loaded_leaves_the_process_free_for_another(polic
         pass
     with learner(policy_dir, policy_dir, precision="bfloat16") as made:
         assert made.step(make_batch(0)).trained > 0
+
+
+def test_the_port_where_ranks_meet_is_free_on_every_address(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rank_pool, "_node_address", lambda: "127.0.0.2")
+    worker = rank_pool.RankWorker("the policy", 0, 2)
+    host, port = worker.address().removeprefix("tcp://").split(":")
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", int(port)))  # torch could not listen on all addresses then
+    store = torch.distributed.TCPStore(host, int(port), is_master=True, wait_for_workers=False)
+    store.set("rank", "0")
+    assert store.get("rank") == b"0"
+    worker._port.close()

@@ -142,7 +142,9 @@ def assert_same_curve(found: list[dict[str, float]], wanted: list[dict[str, floa
         assert one.keys() == other.keys()
         for name in one:
             if not name.endswith(TIMES):
-                assert one[name] == pytest.approx(other[name], abs=1e-6, rel=1e-6), f"step {one['step']}: {name}"
+                # The sampler's rounding depends on what else is computed in a step.
+                noise = 1e-5 if name.startswith("drift/") else 1e-6
+                assert one[name] == pytest.approx(other[name], abs=noise, rel=1e-6), f"step {one['step']}: {name}"
 
 
 @pytest.fixture(scope="module")

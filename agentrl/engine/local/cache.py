@@ -200,14 +200,16 @@ class CachedAttention:
 
     def _decode(self, layer: int, query_nHD: Tensor, scaling: float, window: int | None) -> Tensor:
         kv_heads = self.cache.shape.heads
-        query_nKGD = query_nHD.view(len(query_nHD), kv_heads, -1, query_nHD.shape[-1]) * scaling
+        query_nKGD = query_nHD.view(len(query_nHD), kv_heads, -1, query_nHD.shape[-1])
         prefix = self.prefix if window is None or window >= self.length else 0
         keys_RKDC = self.cache.keys[layer][: self.high, ..., prefix : self.length]
         values_RKCD = self.cache.values[layer][: self.high, :, prefix : self.length]
         scores_nKGC = self._by_token(torch.bmm(self._by_row(query_nKGD), keys_RKDC.flatten(0, 1)))
-        scores_nKGC += self._bias_of_decode(window, prefix, query_nHD.dtype)
+        bias = self._bias_of_decode(window, prefix, query_nHD.dtype)
+        scores_nKGC = torch.add(bias, scores_nKGC, alpha=scaling)
         if prefix:
-            scores_nKGC = torch.cat([self._scores_of_prefix(layer, query_nKGD), scores_nKGC], -1)
+            shared = self._scores_of_prefix(layer, query_nKGD * scaling)
+            scores_nKGC = torch.cat([shared, scores_nKGC], -1)
         weights_nKGC = torch.softmax(scores_nKGC, -1, dtype=torch.float32).to(query_nHD.dtype)
         own = self._by_row(weights_nKGC[..., prefix:])
         out_nKGD = self._by_token(torch.bmm(own, values_RKCD.flatten(0, 1)))
@@ -221,7 +223,7 @@ class CachedAttention:
         return _times(query_nKGD, self.cache.keys[layer][self.first, ..., : self.prefix])
 
     def _by_row(self, x_nKGX: Tensor) -> Tensor:
-        """(R * K, W * G, X), zeros where a row has fewer tokens: those of the slots next to each other."""
+        """(R * K, W * G, X): the tokens of each row together, padded with zeros."""
         if self._one_each:
             return x_nKGX.flatten(0, 1)
         kv_heads, group, size = x_nKGX.shape[1:]
