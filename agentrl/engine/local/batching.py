@@ -34,7 +34,7 @@ WORTH_SHARING = 2048
 """On a CPU, keys and values of a common prefix are read once for all sequences that decode if that saves reading
 so many tokens: below it, the additional operations take as long."""
 WORTH_DRAFTING = 0.25
-"""Sequences have as many drafts in a step as this share of them has: the others compute as many queries."""
+"""A step takes one more draft per sequence while at least this share of them has one: attention pads the rest."""
 DRAFT_SCORES = 1 << 20
 """Maximum number of attention scores of a head in a step with drafts."""
 FIRST_SLOTS = 16
@@ -181,19 +181,16 @@ class Batcher:
     def _draft(self, decode: IntArray) -> IntArray:
         """Write drafts behind the known tokens of these slots; returns how many each got."""
         table = self.table
-        counts = np.zeros(len(decode), dtype=np.int64)
         if self.drafts is None or not len(decode):
-            return counts
+            return np.zeros(len(decode), dtype=np.int64)
         known = table.known[decode]
         room = np.where(table.special[decode] | (known < CONTEXT), 0, table.room(decode))
-        at_once = DRAFT_SCORES // ((int(decode[-1]) + 1) * int(known.max())) - 1
-        room = np.minimum(room, at_once)
+        room = np.minimum(room, DRAFT_SCORES // ((int(decode[-1]) + 1) * int(known.max())) - 1)
         contexts = table.before(decode, np.maximum(known, CONTEXT), CONTEXT)
         guesses = self.drafts.guess(contexts, room, max(1, int(WORTH_DRAFTING * len(decode))))
         rows, columns = np.nonzero(guesses >= 0)
         table.tokens[decode[rows], known[rows] + columns] = guesses[rows, columns]
-        counts[:] = np.count_nonzero(guesses >= 0, axis=1)
-        return counts
+        return np.bincount(rows, minlength=len(decode))
 
     def _run(
         self, decode: IntArray, widths: IntArray, spans: Sequence[CacheSpan], ready: Sequence[CacheSpan]

@@ -1,9 +1,9 @@
-"""Draft tokens: what probably comes next, because it followed the same tokens before.
+"""Draft tokens: guesses at the next tokens of a sequence, from what followed the same tokens earlier.
 
-A policy that calls tools writes the same names, brackets and quotes again and again. A decode step computes the
-last token of a sequence and its drafts in one pass, samples a token behind each of them, and keeps these up to the
-first that is not the draft. Each is sampled from its own logits with the number of its own position, so a sequence
-gets the tokens that it would get one by one, and a wrong draft costs nothing but time.
+A policy that calls tools writes the same names, brackets and quotes again and again. One decode step computes a
+sequence's last token together with its drafts, samples a token after each, and keeps those up to the first that
+differs from its draft. Every token is still sampled from its own logits with the random number of its own
+position, so the output is the same as without drafts, and a wrong draft only wastes time.
 
 Shapes: B sequences, N sampled tokens, j drafts.
 """
@@ -25,8 +25,8 @@ _ENTRIES_LOG2 = 16
 _BITS = 21
 """Of a token in a key: vocabularies are smaller than 2 million."""
 _TRUSTED, _MOST_TRUSTED, _PENALTY = 3, 15, 4
-"""A prediction has a score: one more for each time that it was right, `_PENALTY` fewer for each time that it was
-wrong. One that is right less often than four times of five does not stay a draft, however often it is met."""
+"""Each prediction has a score, which gains one when it is right and loses `_PENALTY` when it is wrong; it becomes
+a draft at `_TRUSTED`. Scores of predictions that are right less than four times out of five tend to fall."""
 _EMPTY = np.uint64(2**64 - 1)
 
 
