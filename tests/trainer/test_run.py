@@ -136,16 +136,14 @@ def run(config: RunConfig, folder: Path, reporter: Silent | None = None) -> tupl
         return summary, [dict(line) for line in store.metrics()]
 
 
-def assert_same_curve(
-    found: list[dict[str, float]], wanted: list[dict[str, float]], *, drift: float = 1e-6
-) -> None:
-    """`drift`: by how much the `drift/` metrics may differ."""
+def assert_same_curve(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
     assert [line["step"] for line in found] == [line["step"] for line in wanted]
     for one, other in zip(found, wanted, strict=True):
         assert one.keys() == other.keys()
         for name in one:
             if not name.endswith(TIMES):
-                noise = drift if name.startswith("drift/") else 1e-6
+                # What else is computed in a decode step, drafts included, decides how the sampler rounds.
+                noise = 1e-5 if name.startswith("drift/") else 1e-6
                 assert one[name] == pytest.approx(other[name], abs=noise, rel=1e-6), f"step {one['step']}: {name}"
 
 
@@ -320,7 +318,7 @@ class TestWholeRun:
         notes = Notes()
         resumed, rest = run(buttons(folder.parent), tmp_path / "run", notes)
         assert notes.phases == [("start", None, 0), ("train", 4, stop_after)], "no second cold start"
-        assert_same_curve(rest, lines, drift=1e-5)  # other drafts, so the sampler rounds otherwise
+        assert_same_curve(rest, lines)
         assert (resumed.finished, resumed.episodes) == (True, whole.episodes)
         assert resumed.wall_seconds > stopped.wall_seconds
         ours, theirs = (p / "checkpoints" / "step-4" / "model.safetensors" for p in (tmp_path / "run", folder))
