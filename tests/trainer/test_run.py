@@ -358,8 +358,9 @@ def test_ahead_of_the_learner_no_token_is_older_than_allowed_and_no_group_is_los
         assert line["staleness/max"] == line["step"] - 1 - min(v for s in sampled for v in s.versions)
     assert max(line["staleness/max"] for line in lines[1:]) > 0
     assert held_out == {f"held-out-{step}": {step} for step in (0, 2, 4)}, "evaluated on one set of weights"
-    ahead = lines[1]["in_flight/episodes"] + lines[1]["in_flight/complete_groups"]
-    assert ahead > 0, "nothing was played during the update"
+    # Between a group's last episode and the group itself, a line counts neither: one line can say 0.
+    ahead = [line["in_flight/episodes"] + line["in_flight/complete_groups"] for line in lines[1:4]]
+    assert max(ahead) > 0, "nothing was played during the updates"
     assert lines[4]["in_flight/episodes"] == 0
     names = [e.id for line in lines[1:] for e in read_episodes(folder, line["step"])]
     assert sorted(names) == sorted(f"s{s}/g{g}/e{e}" for s in range(1, 5) for g in range(4) for e in range(4))
