@@ -50,6 +50,7 @@ from agentrl.sandbox import close_pools
 from agentrl.trainer.algorithm import algorithm_of
 from agentrl.trainer.code_check import check_code
 from agentrl.trainer.evaluation import EvaluationParts, check_background, make_evaluation
+from agentrl.trainer.examiner import Examiner
 from agentrl.trainer.feed import load_feed, make_admission
 from agentrl.trainer.in_step import InStep, starting_engine
 from agentrl.trainer.logging import logging, rewind
@@ -76,6 +77,7 @@ class _Setting:
     reporter: Reporter
     stop: StopRequest
     disk_thread: Executor
+    examiner: Examiner
     loggers: LogFeed
     accept_code: bool = False
 
@@ -108,9 +110,11 @@ def train_run(
     with (
         logging(config, store, reporter.note) as loggers,
         stop_requested(reporter.note, stop) as stop,
-        ThreadPoolExecutor(1, "agentrl-disk") as disk,
+        Examiner(store.path, config.rollout.groups_per_step * config.rollout.group_size) as examiner,
+        ThreadPoolExecutor(1, "agentrl-disk") as disk,  # ends first: it calls the examiner
     ):
-        summary = asyncio.run(_train_run(_Setting(config, store, reporter, stop, disk, loggers, accept_code)))
+        setting = _Setting(config, store, reporter, stop, disk, examiner, loggers, accept_code)
+        summary = asyncio.run(_train_run(setting))
         loggers.finish(dataclasses.asdict(summary))
         return summary
 
@@ -287,6 +291,7 @@ def _step_log(setting: _Setting, content: Content) -> StepLog:
         {name: RewardWatch(part.make_env()) for name, part in content.by_env.items()},
         setting.store.redraws(),
         setting.disk_thread,
+        setting.examiner,
         setting.loggers,
     )
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from agentrl.algo.correction import DriftGate
 from agentrl.config.run import RunConfig
-from agentrl.doctor.examine import findings
 from agentrl.env.toolenv.rewards import weight_of_nothing
 from agentrl.errors import AgentRLError
 from agentrl.learner.split import StepResult
@@ -21,14 +20,13 @@ from agentrl.run_folder.curve import write_curve
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.run_folder.redraws import Redraws
 from agentrl.run_folder.store import RunStore
+from agentrl.trainer.examiner import Examiner, Found
 from agentrl.trainer.rewardless import RewardWatch
 from agentrl.trainer.samples import TrainingRows, to_records
 from agentrl.trainer.token_log import token_columns
 from agentrl.types import Episode, Group
 
 DRAW_EVERY_S = 60.0
-EXAMINE_AT, EXAMINE_EVERY = (1, 3, 10), 20
-"""Steps after which the doctor looks at the run."""
 SAMPLED_GROUPS = 8
 """With `log.tokens: sample`, every eighth group is recorded."""
 
@@ -40,7 +38,8 @@ class StepLog:
     Args:
         rewards: watches the rewards of each env.
         redraws: of the steps before, if the run was resumed.
-        disk_thread: where the curve is drawn.
+        disk_thread: where tokens are written and the curve is drawn.
+        examiner: the doctor.
         loggers: get the metrics and episodes as well.
     """
 
@@ -50,6 +49,7 @@ class StepLog:
     rewards: Mapping[str, RewardWatch]
     redraws: Redraws
     disk_thread: Executor
+    examiner: Examiner
     loggers: LogFeed
     _warned: set[str] = field(default_factory=set)
     _drawn: float | None = None
@@ -127,17 +127,14 @@ class StepLog:
 
     def examine(self, step: int) -> None:
         """Run the doctor in the background after some steps, and note new findings."""
-        if step in EXAMINE_AT or step % EXAMINE_EVERY == 0:
-            self.disk_thread.submit(self._examine, step)
+        self.disk_thread.submit(self.examiner.after, step, self._examined)  # behind the tokens of the step
 
-    def _examine(self, step: int) -> None:
-        try:
-            found = [finding for finding in findings(self.store.path, step) if finding.severity != "hint"]
-        except Exception as e:  # a fault of the doctor must not end the run
-            found = []
-            self.store.event(f"step {step}: the run could not be examined: {type(e).__name__}: {e}")
+    def _examined(self, step: int, found: Found) -> None:
+        if isinstance(found, str):
+            self.store.event(f"step {step}: the run could not be examined: {found}")
+            return
         for finding in found:
-            if finding.name not in self._warned:
+            if finding.severity != "hint" and finding.name not in self._warned:
                 self._warned.add(finding.name)
                 self.reporter.note(finding.line())
                 self.store.event(f"step {step}: {finding.line()}")
