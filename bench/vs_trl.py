@@ -144,8 +144,8 @@ SHAPES = {
     "long": Shape(Long, 3, 4, 256, MIDDLE, LONG_WARMUP, goal=10.0, steps=3),
     "slow": Shape(Slow, 1, 2, 128, SMALL, SHORT_WARMUP, goal=5.0, steps=4),
 }
-QUICK_WARMUP = SHORT_WARMUP | {"num": 960, "max_epochs": 5}
-QUICK = {"short": Shape(Short, 1, 2, 128, SMALL, QUICK_WARMUP, goal=5.0, steps=2)}
+QUICK_WARMUP = SHORT_WARMUP | {"num": 960, "max_epochs": 5, "probe_every": 150}
+QUICK = {"short": Shape(Short, 1, 2, 128, SMALL, QUICK_WARMUP, goal=5.0, steps=4)}
 
 
 @dataclass(frozen=True)
@@ -248,10 +248,12 @@ class Turns(Silent):
         self._wait()
 
 
-def run_ours(shape: Shape, model: str, prompt_tokens: int, folder: str, pipe: Connection) -> None:
+def run_ours(shape: Shape, folder: str, pipe: Connection) -> None:
+    """Train as told; the pipe first says from which model, and how long its prompts are at most."""
     from agentrl.run_folder.store import RunStore
     from agentrl.trainer.run import train_run
 
+    model, prompt_tokens = pipe.recv()
     config = run_config(shape, {"path": model})
     rollout = config.rollout.model_copy(update={"token_budget": prompt_tokens + shape.completion_tokens})
     config = config.model_copy(update={"rollout": rollout})
@@ -333,13 +335,15 @@ def same_prompts(shape: Shape, model: str, tokenizer: Any, calculator: Any) -> i
     return longest
 
 
-def run_trl(shape: Shape, model: str, folder: str, pipe: Connection) -> None:
+def run_trl(shape: Shape, folder: str, pipe: Connection) -> None:
+    """Train as told; the pipe first says from which model, and then gets the length of the longest prompt."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
     from trl.chat_template_utils import qwen3_template
 
+    model = pipe.recv()
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.response_template = qwen3_template  # Hermes-style calls, as our template writes them
     calculator = make_tool(shape)
@@ -470,17 +474,19 @@ def best_threads(trl: Worker) -> int:
 
 def compare(shape: Shape, models: Path, runs: Path, threads: int) -> dict[str, Any]:
     """Both sides in turn; `threads` of TRL, 0 where they are still to be found."""
-    model = start_model(shape, models)
-    with Worker(run_trl, shape, model, str(runs / "trl")) as trl:
+    # They import while the model is made.
+    with Worker(run_trl, shape, str(runs / "trl")) as trl, Worker(run_ours, shape, str(runs / "ours")) as ours:
+        model = start_model(shape, models)
+        trl.pipe.send(model)
         prompt_tokens = trl.pipe.recv()
         if threads:
             trl.step(threads)
         else:
             threads = best_threads(trl)
-        with Worker(run_ours, shape, model, prompt_tokens, str(runs / "ours")) as ours:
-            for _ in range(UNTIMED):
-                ours.step()
-            pairs = [(ours.step(), trl.step(threads)) for _ in range(shape.steps)]
+        ours.pipe.send((model, prompt_tokens))
+        for _ in range(UNTIMED):
+            ours.step()
+        pairs = [(ours.step(), trl.step(threads)) for _ in range(shape.steps)]
     number = UNTIMED + shape.steps
     least = bound(model, read_episodes(runs / "ours", number)) if shape.device == "cpu" else {}
     sides = {"agentrl": figures([a for a, _ in pairs]), "trl": figures([b for _, b in pairs])}

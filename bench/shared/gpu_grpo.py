@@ -65,7 +65,8 @@ def make_model(shape: str, folder: Path, device: str) -> None:
 def alone(shape: Shape, model: str, runs: Path) -> dict[str, object]:
     """Steps of agentrl without TRL's."""
     prompt_tokens = same_prompts(shape, model, AutoTokenizer.from_pretrained(model), make_tool(shape))
-    with Worker(run_ours, shape, model, prompt_tokens, str(runs / "ours")) as ours:
+    with Worker(run_ours, shape, str(runs / "ours")) as ours:
+        ours.pipe.send((model, prompt_tokens))
         steps = [ours.step() for _ in range(UNTIMED + shape.steps)][UNTIMED:]
     return {
         "prompt_tokens": prompt_tokens,
