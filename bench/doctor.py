@@ -19,13 +19,14 @@ import logging
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, nargs="*", default=[], help="more healthy runs")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
+    signal.signal(signal.SIGTERM, _stop)
     with tempfile.TemporaryDirectory() as folder:
         found = measure(args.keep or Path(folder), args.runs, quick=args.quick)
     if args.write:
@@ -82,7 +84,7 @@ def measure(folder: Path, more: Sequence[Path], *, quick: bool) -> dict[str, Any
     runs: list[Planted | Healthy] = [*faults, *healthy, *variants]
     runs.sort(key=lambda run: -run.changes.get("steps", 0))  # a long one at the end would run alone
     # Forked before torch has started threads here, so that no process imports it again.
-    with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
+    with ProcessPoolExecutor(2, get_context("fork"), signal.signal, (signal.SIGTERM, signal.SIG_DFL)) as pool:
         policy = pool.submit(cold_start, _fresh(folder / "cold") / "run").result()
         folders = [_fresh(folder / _name(run.title)) for run in runs]
         said = list(pool.map(_played, runs, [policy] * len(runs), folders))
@@ -107,6 +109,13 @@ def measure(folder: Path, more: Sequence[Path], *, quick: bool) -> dict[str, Any
         folder / _name(HEALTHY[-1 if not quick else QUICK_HEALTHY.stop - 1].title) / "run", folder / "long"
     )
     return result | {"seconds": round(time.monotonic() - began)}
+
+
+def _stop(*_: object) -> None:
+    """End with the runs that are being played."""
+    for child in active_children():
+        child.kill()
+    sys.exit(128 + signal.SIGTERM)
 
 
 def _one_each(faults: Sequence[Planted]) -> list[Planted]:

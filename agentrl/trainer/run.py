@@ -110,7 +110,7 @@ def train_run(
     with (
         logging(config, store, reporter.note) as loggers,
         stop_requested(reporter.note, stop) as stop,
-        Examiner(store.path, config.rollout.groups_per_step * config.rollout.group_size) as examiner,
+        Examiner(store.path, config.episodes_per_step) as examiner,
         ThreadPoolExecutor(1, "agentrl-disk") as disk,  # ends first: it calls the examiner
     ):
         setting = _Setting(config, store, reporter, stop, disk, examiner, loggers, accept_code)

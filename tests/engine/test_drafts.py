@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from agentrl.engine.base import GenerateOptions, TokenLogprob
 from agentrl.engine.local.drafts import MOST, Drafts
-from agentrl.engine.local.slots import BatchRequest, SlotTable
+from agentrl.engine.local.slots import BatchRequest, IntArray, SlotTable
 from agentrl.types import Completion, Sampling
 from tests.engine.engine_models import VOCABULARY, logprobs_of, reference
 from tests.engine.test_scheduler import Steps, prompt
@@ -208,3 +209,73 @@ def test_a_cancelled_sequence_leaves_its_drafts_to_nobody(models: dict[str, Path
         answer = steps.answers[again.get(n, requests[n])]
         assert isinstance(answer, Completion)
         assert answer.ids == expected[n].ids
+
+
+@pytest.mark.parametrize("max_context", [2, 3, 4, 5])
+def test_a_context_as_short_as_one_of_a_draft(models: dict[str, Path], max_context: int):
+    with_drafts, without = (Steps(models["qwen3"], alone=True, max_context=max_context) for _ in range(2))
+    without.scheduler.drafts = None
+    answers = []
+    for steps in (with_drafts, without):
+        request = steps.submit([5], Sampling(0.0, max_tokens=10))
+        steps.run()
+        answers.append(steps.answers[request])
+    assert isinstance(answers[0], Completion)
+    assert answers[0].ids == answers[1].ids
+    assert len(answers[0].ids) == max_context - 1
+
+
+class Wrong(Drafts):
+    """Drafts one token again and again."""
+
+    def __init__(self, token: int) -> None:
+        super().__init__()
+        self.token = token
+
+    def guess(self, contexts_BC: IntArray, room_B: IntArray, least: int) -> IntArray:
+        columns = np.arange(min(MOST, int(room_B.max(initial=0))))
+        return np.where(columns < room_B[:, None], self.token, -1)
+
+
+def test_a_token_that_cannot_be_computed_fails_no_sequence_as_a_draft(models: dict[str, Path]):
+    never, answers = VOCABULARY - 1, []
+    for drafts in (Wrong(never), None):
+        steps = Steps(models["llama"], alone=True)
+        with torch.no_grad():
+            steps.model.module.get_input_embeddings().weight[never] = torch.nan
+        steps.scheduler.drafts = drafts
+        requests = [steps.submit(prompt(4 + n, n), Sampling(0.0, max_tokens=12), f"s{n}") for n in range(3)]
+        steps.run()
+        answers.append([steps.answers[request] for request in requests])
+        assert steps.scheduler.drafts is None
+    for one, other in zip(*answers, strict=True):
+        assert isinstance(one, Completion)
+        assert isinstance(other, Completion)
+        assert never not in other.ids
+        assert one.ids == other.ids
+
+
+def test_logits_of_drafts_are_limited(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("agentrl.engine.local.batching.DRAFT_LOGITS", 30 * VOCABULARY)
+    steps = Steps(models["qwen3"], alone=True)
+    steps.scheduler.drafts = Wrong(7)
+    forward, rows = steps.scheduler.forward, []
+
+    def counted(ids: Tensor, positions: Tensor, plan: object, keep: Tensor) -> Tensor:
+        rows.append(len(keep))
+        return forward(ids, positions, plan, keep)  # type: ignore[arg-type]
+
+    steps.scheduler.forward = counted  # type: ignore[assignment]
+    for n in range(6):
+        steps.submit(prompt(4 + n, n), Sampling(max_tokens=20))
+    steps.run()
+    assert max(rows) == 30, "four drafts for each of six"
+
+
+def test_of_contexts_that_share_an_entry_the_last_counts():
+    drafts = learned([1, 2, 3, 7], times=5)
+    drafts.learn(np.array([[1, 2, 3]] * 3), np.array([9, 9, 7]))
+    assert guess(drafts, [1, 2, 3], room=1) == [[7]]
+    for _ in range(2):
+        drafts.learn(np.array([[1, 2, 3]] * 2), np.array([7, 9]))
+    assert guess(drafts, [1, 2, 3], room=1) != [[9]], "seen twice is not enough"

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from agentrl.doctor.examine import findings
-from agentrl.engine.fork_server import fork_server
 from agentrl.trainer import examiner
 from agentrl.trainer.examiner import FEW_EPISODES, Examiner, Found
 
@@ -46,11 +46,6 @@ def test_it_finds_the_same_in_a_thread_and_in_a_process(run: Path, episodes: int
     assert looked(run, 10, episodes=episodes) == [(10, findings(run, 10))]
 
 
-def test_a_process_of_the_fork_server_finds_the_same(run: Path):
-    fork_server()
-    assert looked(run, 10) == [(10, findings(run, 10))]
-
-
 def test_it_looks_after_some_steps_only(run: Path):
     assert looked(run, 2, 4, 9, 11, 19, 21) == []
     for step in (1, 3, 10, 20, 40):
@@ -65,7 +60,7 @@ def test_a_look_that_has_not_begun_gives_way_to_the_next(run: Path, monkeypatch:
         go.wait()
         return []
 
-    monkeypatch.setattr(examiner, "_found", look)
+    monkeypatch.setattr(examiner, "findings", look)
     reports: Reports = []
     with Examiner(run, 1) as doctor:
         doctor.after(1, lambda *report: reports.append(report))
@@ -76,37 +71,95 @@ def test_a_look_that_has_not_begun_gives_way_to_the_next(run: Path, monkeypatch:
     assert reports == [(1, []), (20, [])], "the one under way and the last"
 
 
-@pytest.mark.parametrize("episodes", [FEW_EPISODES - 1, FEW_EPISODES])
-def test_a_fault_of_the_doctor_is_reported_with_its_reason(episodes: int):
-    assert looked(Path("a\0b"), 3, episodes=episodes) == [(3, "ValueError: embedded null byte")]
+def test_a_fault_of_the_doctor_is_reported_with_its_reason(run: Path, monkeypatch: pytest.MonkeyPatch):
+    ((_, found),) = looked(Path("a\0b"), 3, episodes=1)
+    assert found == "ValueError: embedded null byte"
+    monkeypatch.setattr(sys, "path", [str(broken_doctor(run)), *sys.path])
+    assert looked(run, 3) == [(3, "its process ended with exit code 1: OSError: no disk")]
 
 
-def test_a_process_that_is_killed_is_reported(run: Path, monkeypatch: pytest.MonkeyPatch):
-    spawn = multiprocessing.get_context("spawn")
-    monkeypatch.setattr(examiner, "light_context", lambda: spawn)  # it imports the doctor, which takes a while
+def broken_doctor(folder: Path, doing: str = "raise OSError('no disk')") -> Path:
+    """A package `agentrl` whose doctor does this and nothing else."""
+    (folder / "other" / "agentrl" / "doctor").mkdir(parents=True)
+    (folder / "other" / "agentrl" / "doctor" / "look.py").write_text(doing)
+    for package in ("agentrl", "agentrl/doctor"):
+        (folder / "other" / package / "__init__.py").touch()
+    return folder / "other"
+
+
+ENDLESS = """
+import os, time
+with open(os.environ["SEEN"], "w") as file:
+    file.write(str(os.getpid()))
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def endless(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Makes looks endless; waits for the next one and returns its process."""
+    seen = tmp_path / "seen"
+    monkeypatch.setenv("SEEN", str(seen))
+    monkeypatch.setattr(sys, "path", [str(broken_doctor(run, ENDLESS)), *sys.path])
+
+    def pid() -> int:
+        while not (seen.is_file() and seen.read_text()):
+            time.sleep(0.01)
+        return int(seen.read_text())
+
+    return pid
+
+
+def test_a_process_that_is_killed_is_reported(run: Path, endless: Callable[[], int]):
     reports: Reports = []
     with Examiner(run, FEW_EPISODES) as doctor:
         doctor.after(1, lambda *report: reports.append(report))
-        pid = None
-        while pid is None:
-            time.sleep(0.01)
-            pid = next((p.pid for p in multiprocessing.active_children() if p.name == "agentrl-doctor"), None)
+        pid = endless()
+        assert os.getpgid(pid) != os.getpgid(0), "Ctrl-C would reach it"
         os.kill(pid, signal.SIGKILL)
     assert reports == [(1, "its process ended with exit code -9")]
 
 
-def in_its_process(pipe: Connection, run: Path) -> None:
-    examiner._main(pipe, run, 10)
-    pipe.send((os.getpriority(os.PRIO_PROCESS, 0), signal.getsignal(signal.SIGINT)))
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_run_that_fails_does_not_wait_for_a_look(run: Path, endless: Callable[[], int], stopped: bool):
+    reports: Reports = []
+    pids: list[int] = []
+
+    def fails() -> None:
+        with Examiner(run, FEW_EPISODES) as doctor:
+            doctor.after(1, lambda *report: reports.append(report))
+            pids.append(endless())
+            doctor.after(3, lambda *report: reports.append(report))
+            if stopped:
+                os.kill(pids[0], signal.SIGSTOP)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert reports == [(1, "the end of the run did not wait for it")]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
 
 
-def test_its_process_has_the_lowest_priority_and_outlasts_the_interrupt_of_the_run(run: Path):
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=in_its_process, args=(there, run))
-    process.start()
-    there.close()
-    assert here.recv() == findings(run, 10)
-    assert here.recv() == (19, signal.SIG_IGN)
-    process.join()
-    here.close()
+def test_a_run_that_ends_waits_for_a_look_only_so_long(
+    run: Path, endless: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(examiner, "LAST_LOOK_S", 0.2)
+    reports: Reports = []
+    with Examiner(run, FEW_EPISODES) as doctor:
+        doctor.after(1, lambda *report: reports.append(report))
+        pid = endless()
+    assert reports == [(1, "the end of the run did not wait for it")]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_its_process_lets_others_go_first(run: Path):
+    code = (
+        "import os, runpy; runpy.run_module('agentrl.doctor.look', run_name='__main__'); "
+        "print('', os.nice(0), sep='\\n')"
+    )
+    words = [sys.executable, "-c", code, str(run), "10"]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [finding["name"] for finding in json.loads(said[0])] == ["slow-rank"]
+    assert int(said[1]) == os.nice(0) + 10

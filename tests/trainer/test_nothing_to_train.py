@@ -15,6 +15,7 @@ from agentrl.reporting.report import Silent
 from agentrl.run_folder.records import read_metrics
 from agentrl.run_folder.redraws import Redraws
 from agentrl.run_folder.store import RunStore
+from agentrl.trainer.examiner import Examiner
 from agentrl.trainer.logging import logging
 from agentrl.trainer.run import train_run
 from agentrl.trainer.step_log import StepLog
@@ -63,8 +64,12 @@ WHY_MASKED = (
 def test_images_that_the_policy_cannot_read_are_noted(tmp_path: Path):
     config, told = RunConfig(name="seen", env={"use": "a:B"}, model={"tiny": {}}), Told()
     disk = ThreadPoolExecutor(1)
-    with RunStore.open(config, tmp_path / "run") as store, logging(config, store, told.note) as loggers:
-        log = StepLog(config, store, told, {}, Redraws(), disk, loggers)
+    with (
+        RunStore.open(config, tmp_path / "run") as store,
+        logging(config, store, told.note) as loggers,
+        Examiner(store.path, 1) as doctor,
+    ):
+        log = StepLog(config, store, told, {}, Redraws(), disk, doctor, loggers)
         line = {"groups_with_signal": 1.0, "trained_tokens": 5.0}
         log.step(1, line)
         assert told.notes == []

@@ -37,6 +37,8 @@ WORTH_DRAFTING = 0.25
 """A step takes one more draft per sequence while at least this share of them has one: attention pads the rest."""
 DRAFT_SCORES = 1 << 20
 """Maximum number of attention scores of a head in a step with drafts."""
+DRAFT_LOGITS = 1 << 26
+"""Maximum number of logits in a step with drafts: 256 MiB in float32."""
 FIRST_SLOTS = 16
 CAPACITY_STEP = 128
 """Slots grow in steps of this many tokens."""
@@ -94,7 +96,9 @@ class Batcher:
             if recording is None
             else ReplayedDecode(forward, self.cache, recording.vocabulary, recording.capture)
         )
-        self.drafts = Drafts() if shape.device.type == "cpu" and recording is None else None
+        drafts = shape.device.type == "cpu" and recording is None and limits.max_context > CONTEXT
+        self.drafts = Drafts() if drafts else None
+        self.vocabulary = 1  # until the first logits
         self.table = SlotTable(slots, capacity)
         self.waiting: OrderedDict[BatchRequest, None] = OrderedDict()
         self.sessions: dict[str, int] = {}
@@ -186,6 +190,7 @@ class Batcher:
         known = table.known[decode]
         room = np.where(table.special[decode] | (known < CONTEXT), 0, table.room(decode))
         room = np.minimum(room, DRAFT_SCORES // ((int(decode[-1]) + 1) * int(known.max())) - 1)
+        room = np.minimum(room, DRAFT_LOGITS // (self.vocabulary * len(decode)) - 1)
         contexts = table.before(decode, np.maximum(known, CONTEXT), CONTEXT)
         guesses = self.drafts.guess(contexts, room, max(1, int(WORTH_DRAFTING * len(decode))))
         rows, columns = np.nonzero(guesses >= 0)
@@ -224,6 +229,11 @@ class Batcher:
     def _draw(self, slots: IntArray, ahead: IntArray, logits: Tensor) -> None:
         """Sample a token for each row of the logits: that of a slot which is `ahead` of its next one."""
         table = self.table
+        self.vocabulary = logits.shape[1]
+        if ahead.any() and not torch.isfinite(logits.amax(-1)).all():
+            self.drafts = None  # one of them may be the reason, also for the tokens before it: again, without
+            self._clean()
+            return
         special = np.flatnonzero(table.special[slots])
         by_row = {int(row): self._options(int(slots[row])) for row in special}
         alone = None if self.alone is None else partial(self._alone, slots, ahead)

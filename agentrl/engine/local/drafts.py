@@ -3,7 +3,8 @@
 A policy that calls tools writes the same names, brackets and quotes again and again. One decode step computes a
 sequence's last token together with its drafts, samples a token after each, and keeps those up to the first that
 differs from its draft. Every token is still sampled from its own logits with the random number of its own
-position, so the output is the same as without drafts, and a wrong draft only wastes time.
+position. Where sampled tokens do not depend on the batch (float32, dense models), they are the same as without
+drafts; elsewhere, rounding can change one, as it can with other sequences in the batch.
 
 Shapes: B sequences, N sampled tokens, j drafts.
 """
@@ -40,9 +41,11 @@ class Drafts:
         self._scores = np.zeros(size, dtype=np.int64)
 
     def learn(self, contexts_NC: IntArray, ids_N: IntArray) -> None:
-        """Note which token followed each context. Of equal contexts in one call, one counts."""
+        """Note which token followed each context. Of contexts that share an entry, the last of a call counts."""
         keys = _keys(contexts_NC)
-        entries = _entries(keys)
+        entries, backwards = np.unique(_entries(keys)[::-1], return_index=True)
+        rows = len(keys) - 1 - backwards
+        keys, ids_N = keys[rows], ids_N[rows]
         scores = self._scores[entries]
         known = self._keys[entries] == keys
         right = known & (self._tokens[entries] == ids_N)

@@ -15,6 +15,7 @@ import multiprocessing
 import queue
 import secrets
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from agentrl.engine.base import Engine, EngineCapabilities
 from agentrl.engine.checks import check_prompt, check_sampling
-from agentrl.engine.fork_server import fork_server, start_without_main
+from agentrl.engine.fork_server import fork_server
 from agentrl.engine.local.local_engine import Bounds, EngineCore, run_all
 from agentrl.engine.local.slots import BatchRequest, IntArray
 from agentrl.errors import AgentRLError, EngineError
@@ -270,7 +271,8 @@ def _launch(
     context = fork_server()
     here, there = context.Pipe()
     process = context.Process(target=_main, args=(there, path, dict(options)), name="agentrl-engine", daemon=True)
-    start_without_main(process)
+    with _starting, _no_main():
+        process.start()
     there.close()
     try:
         said = here.recv()
@@ -281,6 +283,21 @@ def _launch(
         process.join(END_TIMEOUT_S)
         raise said
     return process, here, said
+
+
+_starting = threading.Lock()
+
+
+@contextlib.contextmanager
+def _no_main() -> Iterator[None]:
+    """Prevent new processes from importing the user's script: the engine needs nothing from it."""
+    main = sys.modules["__main__"]
+    hidden = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+    main.__dict__["__spec__"] = None
+    try:
+        yield
+    finally:
+        main.__dict__.update({"__spec__": None} | hidden)
 
 
 def _main(pipe: Connection, path: str, options: Mapping[str, Any]) -> None:

@@ -1,0 +1,22 @@
+"""The server that forks the local engine's processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+CODE = """
+import multiprocessing.forkserver
+from pathlib import Path
+from agentrl.engine.fork_server import fork_server
+
+fork_server()
+server = Path(f"/proc/{multiprocessing.forkserver._forkserver._forkserver_pid}/status")
+print(next(line.split()[1] for line in server.read_text().splitlines() if line.startswith("SigBlk")))
+"""
+
+
+def test_signals_that_are_meant_for_the_run_do_not_reach_the_server():
+    """In a new process, where nothing has started Python's resource tracker yet."""
+    said = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True).stdout
+    assert int(said, 16) & 0x4002 == 0x4002, "SIGINT (2) and SIGTERM (15) are not blocked"
