@@ -7,7 +7,7 @@ from pathlib import Path
 
 from agentrl.doctor.examine import findings
 
-NICENESS = 10
+NICENESS = 19
 """Rollout and update go first."""
 
 if __name__ == "__main__":
