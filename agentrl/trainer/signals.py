@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import TypeVar
 
@@ -33,8 +32,7 @@ class StopRequest:
     def ask(self, by: str, then: str = "") -> None:
         """Ask the run to save and end, and say so: `by` is who asks, `then` what the user can do next."""
         self.by = by
-        with contextlib.suppress(RuntimeError):  # a signal came while the same stream was being written
-            self.tell(f"{by}: saving after this step, then leaving{then}")
+        self.tell(f"{by}: saving after this step, then leaving{then}")
 
 
 class StoppedEarly(Exception):
@@ -76,7 +74,8 @@ def stop_requested(
     whoever made the request asks there.
 
     Args:
-        tell: shows the sentence; runs inside the signal handler, so it must not wait for locks of other threads.
+        tell: shows the sentence. A signal can arrive while the main thread is writing to the same stream, so this
+            is called in another thread, which the end of the block waits for.
         request: becomes true; by default a new one.
     """
     request = StopRequest() if request is None else request
@@ -85,11 +84,17 @@ def stop_requested(
         yield request
         return
 
+    telling: list[threading.Thread] = []
+
     def handle(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if request.by is not None:
             raise KeyboardInterrupt(f"second {name}")
-        request.ask(name, "; once more to abort now")
+        request.by = name
+        thread = threading.Thread(target=request.ask, args=(name, "; once more to abort now"))
+        with suppress(RuntimeError):  # the system allows no more threads: the run ends without saying so
+            thread.start()
+            telling.append(thread)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -97,3 +102,5 @@ def stop_requested(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        for thread in telling:
+            thread.join()

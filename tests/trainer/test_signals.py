@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,36 @@ def test_first_asks_second_aborts(number: signal.Signals):
     assert len(told) == 1
     assert "saving after this step" in told[0]
     assert signal.getsignal(number) is before
+
+
+class SignalsOnce(io.RawIOBase):
+    """Gets a SIGINT during its first write."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        self.written.append(bytes(data))
+        if len(self.written) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return len(self.written[-1])
+
+
+def test_a_signal_during_a_write_is_answered_on_the_same_stream():
+    raw = SignalsOnce()
+    stream = io.BufferedWriter(raw)
+
+    def tell(text: str) -> None:
+        stream.write(text.encode())
+        stream.flush()
+
+    with stop_requested(tell) as stop:
+        tell("step 1")
+        assert stop
+    assert raw.written == [b"step 1", b"SIGINT: saving after this step, then leaving; once more to abort now"]
 
 
 def test_an_asyncio_loop_sees_the_request_at_its_next_step():
