@@ -1,4 +1,7 @@
-"""The doctor as a program, for a run that is training: `python -m agentrl.doctor.look RUN STEP` prints JSON."""
+"""Print what is wrong with a run up to a step, as JSON: `python -m agentrl.doctor RUN STEP`.
+
+The trainer starts this during a run; `agentrl doctor` is the command for users.
+"""
 
 import json
 import os
@@ -7,9 +10,8 @@ from pathlib import Path
 
 from agentrl.doctor.examine import findings
 
-NICENESS = 19
-"""Rollout and update go first."""
+LOWEST_PRIORITY = 19
 
 if __name__ == "__main__":
-    os.nice(NICENESS)
+    os.nice(LOWEST_PRIORITY)  # sampling and training need the cores more
     json.dump([finding.data() for finding in findings(Path(sys.argv[1]), int(sys.argv[2]))], sys.stdout)

@@ -1,7 +1,7 @@
-"""The doctor during a run: it looks at the run folder after some steps.
+"""Run the doctor during training, without slowing it down.
 
-A look parses hundreds of episodes in Python. A thread of the run would hold the interpreter's lock meanwhile, and
-the rollout and the update would wait for it; so another process looks.
+The doctor parses hundreds of episodes in Python. In a thread, it would hold the GIL and stall the rollout and the
+update, so it gets a separate process.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from agentrl.doctor.examine import findings
 from agentrl.doctor.finding import Finding
 
 EXAMINE_AT, EXAMINE_EVERY = (1, 3, 10), 20
-"""Steps after which the doctor looks at the run."""
+"""Steps after which the run is examined."""
 FEW_EPISODES = 32
-"""With fewer episodes per step, a look takes less time than starting a process."""
-LAST_LOOK_S = 30.0
-"""How long the end of a run waits for a process that looks."""
+"""With fewer episodes per step, examining them takes less time than starting a process."""
+LAST_WAIT_S = 30.0
+"""How long a run that has ended waits for the doctor's process."""
 
 Found = list[Finding] | str
-"""What the doctor found, or why it failed."""
+"""The findings, or why there are none to report."""
 
 
 class Examiner:
-    """Looks at a run in the background, one look at a time; a context manager.
+    """Examines a run in the background, one step at a time.
 
-    The end of a run waits for the last look, at most `LAST_LOOK_S` for a process. A run that fails does not wait
-    for one.
+    A context manager: on exit, it waits for the last examination, up to `LAST_WAIT_S` if that is a process. After
+    an exception, it kills the process instead.
 
     Args:
         run: the run folder.
@@ -44,18 +44,19 @@ class Examiner:
     def __init__(self, run: Path, episodes: int) -> None:
         self._run = run
         python = bool(sys.executable) and not getattr(sys, "frozen", False)
-        self._look = self._by_process if python and episodes >= FEW_EPISODES else self._in_thread
+        self._separate = python and episodes >= FEW_EPISODES
         self._thread = ThreadPoolExecutor(1, "agentrl-doctor")
         self._next: Future[None] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._over = False
 
     def after(self, step: int, report: Callable[[int, Found], None]) -> None:
-        """Look at the run if it is time.
+        """Examine the run if this step calls for it.
+
+        An examination that has not started when the next one is due is skipped: the next one covers its steps.
 
         Args:
-            report: called in a thread with the step and what was found. If a look has not begun when the next
-                one is due, it is left out, since the next one sees more.
+            report: called from a thread with the step and the result.
         """
         if step in EXAMINE_AT or step % EXAMINE_EVERY == 0:
             if self._next is not None:
@@ -64,20 +65,17 @@ class Examiner:
 
     def _examine(self, step: int, report: Callable[[int, Found], None]) -> None:
         try:
-            found = self._look(step)
+            found: Found = self._by_process(step) if self._separate else findings(self._run, step)
         except Exception as e:  # a fault of the doctor must not end the run
             found = f"{type(e).__name__}: {e}"
         report(step, found)
 
-    def _in_thread(self, step: int) -> Found:
-        return findings(self._run, step)
-
     def _by_process(self, step: int) -> Found:
-        words = [sys.executable, "-P", "-m", "agentrl.doctor.look", str(self._run), str(step)]
+        words = [sys.executable, "-P", "-m", "agentrl.doctor", str(self._run), str(step)]
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         with subprocess.Popen(
             words,
-            env=os.environ | {"PYTHONPATH": paths},  # it imports what this process would
+            env=os.environ | {"PYTHONPATH": paths},  # the same imports as here
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -89,7 +87,7 @@ class Examiner:
             out, said = process.communicate()
             self._process = None
         if process.returncode and self._over:
-            return "the end of the run did not wait for it"
+            return "the run ended first"
         if process.returncode:
             reason = said.decode(errors="replace").strip().rpartition("\n")[2]
             return f"its process ended with exit code {process.returncode}" + (f": {reason}" if reason else "")
@@ -102,8 +100,8 @@ class Examiner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is None and self._next is not None and self._look == self._by_process:
-                wait([self._next], LAST_LOOK_S)
+            if error is None and self._next is not None and self._separate:
+                wait([self._next], LAST_WAIT_S)
         finally:
             self._over = True
             if (process := self._process) is not None:

@@ -1,4 +1,4 @@
-"""The doctor beside a run: what it finds arrives, and its own faults do not end the run."""
+"""The doctor during training: its findings are reported, and its failures never end the run."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_fault_of_the_doctor_is_reported_with_its_reason(run: Path, monkeypatc
 def broken_doctor(folder: Path, doing: str = "raise OSError('no disk')") -> Path:
     """A package `agentrl` whose doctor does this and nothing else."""
     (folder / "other" / "agentrl" / "doctor").mkdir(parents=True)
-    (folder / "other" / "agentrl" / "doctor" / "look.py").write_text(doing)
+    (folder / "other" / "agentrl" / "doctor" / "__main__.py").write_text(doing)
     for package in ("agentrl", "agentrl/doctor"):
         (folder / "other" / package / "__init__.py").touch()
     return folder / "other"
@@ -136,7 +136,7 @@ def test_a_run_that_fails_does_not_wait_for_a_look(run: Path, endless: Callable[
 
     with pytest.raises(KeyError):
         fails()
-    assert reports == [(1, "the end of the run did not wait for it")]
+    assert reports == [(1, "the run ended first")]
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
 
@@ -144,19 +144,19 @@ def test_a_run_that_fails_does_not_wait_for_a_look(run: Path, endless: Callable[
 def test_a_run_that_ends_waits_for_a_look_only_so_long(
     run: Path, endless: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(examiner, "LAST_LOOK_S", 0.2)
+    monkeypatch.setattr(examiner, "LAST_WAIT_S", 0.2)
     reports: Reports = []
     with Examiner(run, FEW_EPISODES) as doctor:
         doctor.after(1, lambda *report: reports.append(report))
         pid = endless()
-    assert reports == [(1, "the end of the run did not wait for it")]
+    assert reports == [(1, "the run ended first")]
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
 def test_its_process_lets_others_go_first(run: Path):
     code = (
-        "import os, runpy; runpy.run_module('agentrl.doctor.look', run_name='__main__'); "
+        "import os, runpy; runpy.run_module('agentrl.doctor', run_name='__main__'); "
         "print('', os.nice(0), sep='\\n')"
     )
     words = [sys.executable, "-c", code, str(run), "10"]

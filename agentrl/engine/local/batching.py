@@ -98,7 +98,7 @@ class Batcher:
         )
         drafts = shape.device.type == "cpu" and recording is None and limits.max_context > CONTEXT
         self.drafts = Drafts() if drafts else None
-        self.vocabulary = 1  # until the first logits
+        self._vocabulary = 1  # until the first logits
         self.table = SlotTable(slots, capacity)
         self.waiting: OrderedDict[BatchRequest, None] = OrderedDict()
         self.sessions: dict[str, int] = {}
@@ -190,7 +190,7 @@ class Batcher:
         known = table.known[decode]
         room = np.where(table.special[decode] | (known < CONTEXT), 0, table.room(decode))
         room = np.minimum(room, DRAFT_SCORES // ((int(decode[-1]) + 1) * int(known.max())) - 1)
-        room = np.minimum(room, DRAFT_LOGITS // (self.vocabulary * len(decode)) - 1)
+        room = np.minimum(room, DRAFT_LOGITS // (self._vocabulary * len(decode)) - 1)
         contexts = table.before(decode, np.maximum(known, CONTEXT), CONTEXT)
         guesses = self.drafts.guess(contexts, room, max(1, int(WORTH_DRAFTING * len(decode))))
         rows, columns = np.nonzero(guesses >= 0)
@@ -229,9 +229,9 @@ class Batcher:
     def _draw(self, slots: IntArray, ahead: IntArray, logits: Tensor) -> None:
         """Sample a token for each row of the logits: that of a slot which is `ahead` of its next one."""
         table = self.table
-        self.vocabulary = logits.shape[1]
+        self._vocabulary = logits.shape[1]
         if ahead.any() and not torch.isfinite(logits.amax(-1)).all():
-            self.drafts = None  # one of them may be the reason, also for the tokens before it: again, without
+            self.drafts = None  # maybe because of one, even in rows before it: repeat without drafts
             self._clean()
             return
         special = np.flatnonzero(table.special[slots])

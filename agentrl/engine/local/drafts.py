@@ -2,9 +2,9 @@
 
 A policy that calls tools writes the same names, brackets and quotes again and again. One decode step computes a
 sequence's last token together with its drafts, samples a token after each, and keeps those up to the first that
-differs from its draft. Every token is still sampled from its own logits with the random number of its own
-position. Where sampled tokens do not depend on the batch (float32, dense models), they are the same as without
-drafts; elsewhere, rounding can change one, as it can with other sequences in the batch.
+differs from its draft. Each token is still sampled from its own logits, with the random number that belongs to its
+position. In float32 and for dense models, the output is therefore the same as without drafts. In other cases,
+drafts can change a token through rounding, just as other sequences in the batch can.
 
 Shapes: B sequences, N sampled tokens, j drafts.
 """
