@@ -51,13 +51,15 @@ def token_stats(
         entropy_gradient: whether gradients flow through the entropy.
     """
 
-    def read(logits_CV: Tensor, ids_C: Tensor) -> Tensor:
-        return token_columns(logits_CV, ids_C, temperature, wanted, entropy_gradient)
+    def read(logits_CV: Tensor, ids_N: Tensor, row_N: Tensor | None) -> Tensor:
+        return token_columns(logits_CV, ids_N, temperature, wanted, entropy_gradient, row_N)
 
     part = packed.part()
-    found_NC = _chunked(model, part, chunk, read) if chunk and part.ids_N.numel() > chunk else None
+    predicting = _predicting(part)
+    many = chunk and predicting.source_U.numel() > chunk
+    found_NC = _chunked(model, part, predicting, chunk, read) if many else None
     if found_NC is None:
-        found_NC = read(forward(model, part), part.ids_N)
+        found_NC = read(_logits(model, part, predicting.source_U), part.ids_N, predicting.row_N)
     return _stats(part.whole(found_NC), wanted)
 
 
@@ -68,28 +70,36 @@ def know_head(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) 
     """
     two = Sample((0, 0), (False, True), (0.0, 0.0), (0.0, 0.0), (0, 0), episode_id="")
     with torch.no_grad():
+        part = pack([two], device, dtype).part()
         _chunked(
             model,
-            pack([two], device, dtype).part(),
+            part,
+            _predicting(part),
             1,
-            lambda l_CV, i_C: token_columns(l_CV, i_C, 1.0, frozenset(), False),
+            lambda l_CV, ids_N, row_N: token_columns(l_CV, ids_N, 1.0, frozenset(), False, row_N),
         )
 
 
 def forward(model: PreTrainedModel, part: PackedPart) -> Tensor:
-    """[N, V] logits at the positions that predict the trained tokens; no others are computed.
+    """[N, V] logits at the positions that predict the trained tokens; no others are computed."""
+    return _logits(model, part, part.source_N)
 
-    A position that predicts several tokens, such as the end of a shared prompt, is kept once; see `picked`.
-    """
-    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if head is None or part.source_N.device.type != "cpu":
-        return _logits(model, part, part.source_N)
-    keep_U, number_N = torch.unique(part.source_N, return_inverse=True)
-    if keep_U.numel() == part.source_N.numel():
-        return _logits(model, part, part.source_N)
-    inner = _forward_of(head)
-    with _forward_is(head, lambda hidden_1UD: inner(picked(hidden_1UD[0], number_N)[None])):
-        return _logits(model, part, keep_U)
+
+class _Predicting(NamedTuple):
+    """The U positions that predict the trained tokens, and which of them predicts each token; None: U is N, and
+    each its own."""
+
+    source_U: Tensor
+    row_N: Tensor | None
+
+
+def _predicting(part: PackedPart) -> _Predicting:
+    """On a CPU, a position that predicts several tokens, such as the end of a shared prompt, is computed once."""
+    if part.source_N.device.type != "cpu":
+        return _Predicting(part.source_N, None)
+    source_U, row_N = torch.unique(part.source_N, return_inverse=True)
+    distinct = source_U.numel() == part.source_N.numel()
+    return _Predicting(part.source_N, None) if distinct else _Predicting(source_U, row_N)
 
 
 def _logits(model: PreTrainedModel, part: PackedPart, keep: Tensor) -> Tensor:
@@ -105,23 +115,36 @@ def _logits(model: PreTrainedModel, part: PackedPart, keep: Tensor) -> Tensor:
 
 
 def token_columns(
-    logits_CV: Tensor, ids_C: Tensor, temperature: float, wanted: Wanted, entropy_gradient: bool
+    logits_CV: Tensor,
+    ids_N: Tensor,
+    temperature: float,
+    wanted: Wanted,
+    entropy_gradient: bool,
+    row_N: Tensor | None = None,
 ) -> Tensor:
-    """[C, 1 to 3] log-probability of each id, entropy in nats, sum of squared probabilities; nan if not wanted."""
+    """[N, 1 to 3] log-probability of each id, entropy in nats, sum of squared probabilities; nan if not wanted.
+
+    Args:
+        row_N: the row of the logits that predicts each id; None: C is N, and each has its own.
+    """
     logits_CV = logits_CV.to(torch.promote_types(torch.float32, logits_CV.dtype))
     if temperature != 1.0:
         logits_CV = logits_CV / temperature
-    logprobs_C = -nn.functional.cross_entropy(logits_CV, ids_C, reduction="none")
-    columns = [logprobs_C]
+    table_CV = torch.log_softmax(logits_CV, dim=-1)
+    if row_N is None:
+        columns = [table_CV.gather(1, ids_N[:, None])[:, 0]]
+    else:
+        columns = [picked(table_CV.flatten(), row_N * table_CV.shape[1] + ids_N)]
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         if wanted:
-            table_CV = torch.log_softmax(logits_CV, dim=-1)
             probs_CV = table_CV.exp()
         if "entropy" in wanted:
             # 0 * -inf would be nan; the masked value keeps the gradient finite as well.
-            columns.append(-(probs_CV * table_CV.masked_fill(probs_CV == 0, 0.0)).sum(-1))
+            entropy_C = -(probs_CV * table_CV.masked_fill(probs_CV == 0, 0.0)).sum(-1)
+            columns.append(entropy_C if row_N is None else picked(entropy_C, row_N))
         if "sum_pi_squared" in wanted:
-            columns.append(probs_CV.square().sum(-1))
+            squares_C = probs_CV.square().sum(-1)
+            columns.append(squares_C if row_N is None else picked(squares_C, row_N))
     return torch.stack(columns, dim=-1)
 
 
@@ -131,7 +154,11 @@ def _stats(found_NC: Tensor, wanted: Wanted) -> TokenStats:
 
 
 def _chunked(
-    model: PreTrainedModel, part: PackedPart, chunk: int, read: Callable[[Tensor, Tensor], Tensor]
+    model: PreTrainedModel,
+    part: PackedPart,
+    predicting: _Predicting,
+    chunk: int,
+    read: Callable[[Tensor, Tensor, Tensor | None], Tensor],
 ) -> Tensor | None:
     """What `read` gives for all tokens, chunk by chunk; None if the model changes what its output layer says.
 
@@ -144,26 +171,41 @@ def _chunked(
     plain = _forward_of(head)
     given: list[Tensor] = []
 
-    def piece(hidden_CD: Tensor, ids_C: Tensor) -> Tensor:
-        return read(plain(hidden_CD), ids_C)
+    def piece(hidden_CD: Tensor, ids_N: Tensor, row_N: Tensor | None) -> Tensor:
+        return read(plain(hidden_CD), ids_N, row_N)
 
-    def instead(hidden_1ND: Tensor) -> Tensor:
+    def instead(hidden_1UD: Tensor) -> Tensor:
+        tokens, order_N = _in_chunks(part.ids_N, predicting, chunk)
         pieces = [
-            checkpoint(piece, hidden_CD, ids_C, use_reentrant=False, preserve_rng_state=False)[None]
-            for hidden_CD, ids_C in zip(
-                torch.split(hidden_1ND[0], chunk), torch.split(part.ids_N, chunk), strict=True
-            )
+            checkpoint(piece, hidden_CD, ids_N, row_N, use_reentrant=False, preserve_rng_state=False)
+            for hidden_CD, (ids_N, row_N) in zip(torch.split(hidden_1UD[0], chunk), tokens, strict=True)
         ]
-        given.append(torch.cat(pieces, dim=1))  # no view of it: FSDP hooks into what it is given
+        found_NC = torch.cat(pieces)
+        found_NC = found_NC if order_N is None else picked(found_NC, order_N)
+        given.append(torch.stack([found_NC]))  # no view: FSDP hooks into what it is given
         return given[0]
 
     with _forward_is(head, instead):
-        found_NC = forward(model, part)
+        found_NC = _logits(model, part, predicting.source_U)
     if fits is None:  # the first time that this model is asked
         given_NC = given[0][0]
         fits = found_NC.shape == given_NC.shape and torch.allclose(found_NC, given_NC, 0.0, 0.0, equal_nan=True)
         setattr(model, _FITS, fits)
     return found_NC if fits else None
+
+
+def _in_chunks(
+    ids_N: Tensor, predicting: _Predicting, chunk: int
+) -> tuple[list[tuple[Tensor, Tensor | None]], Tensor | None]:
+    """The tokens that each chunk of the positions predicts, with the rows of these in it, and where each token of
+    the batch is among them; None: they have its order."""
+    if predicting.row_N is None:
+        return [(part, None) for part in torch.split(ids_N, chunk)], None
+    order_N = torch.argsort(predicting.row_N, stable=True)
+    row_N = predicting.row_N[order_N]
+    ends = torch.searchsorted(row_N, torch.arange(chunk, predicting.source_U.numel(), chunk)).tolist()
+    parts = zip(ids_N[order_N].tensor_split(ends), row_N.tensor_split(ends), strict=True)
+    return [(ids, row - chunk * number) for number, (ids, row) in enumerate(parts)], torch.argsort(order_N)
 
 
 _FITS = "_agentrl_logits_are_final"

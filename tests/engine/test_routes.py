@@ -209,3 +209,12 @@ def test_routes_of_drafted_tokens(folders: dict[str, Path]):
         found, wanted = drafting.play(prompts, 30), plainly.play(prompts, 30)
         assert [(one.ids, one.routes) for one in found] == [(one.ids, one.routes) for one in wanted]
     assert passes[id(drafting)] < 0.8 * passes[id(plainly)]
+
+
+def test_sequences_with_the_same_tokens_have_the_same_routes(folders: dict[str, Path]):
+    steps = Steps(folders["olmoe"])
+    answers = steps.play([prompt(20)] * 4, 10)
+    model = plain(folders["olmoe"])
+    assert len({answer.ids for answer in answers}) > 1
+    for answer in answers:
+        assert (table(answer.routes) == chosen(model, [*prompt(20), *answer.ids])[:-1]).all()

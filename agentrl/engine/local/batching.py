@@ -21,8 +21,9 @@ from agentrl.engine.base import GenerateOptions
 from agentrl.engine.local.cache import CachedAttention, CacheShape, CacheSpan, KVCache
 from agentrl.engine.local.constrained import sample_constrained, tell
 from agentrl.engine.local.decode import Capture, Forward, ReplayedDecode
-from agentrl.engine.local.drafts import CONTEXT, Drafts
-from agentrl.engine.local.slots import BatchRequest, IntArray, SlotTable
+from agentrl.engine.local.drafts import CONTEXT, MOST, Drafts
+from agentrl.engine.local.slots import BatchRequest, IntArray, SlotTable, Twins
+from agentrl.engine.local.step_rows import StepRows
 from agentrl.errors import EngineError
 from agentrl.types import Completion
 
@@ -98,6 +99,8 @@ class Batcher:
         )
         drafts = shape.device.type == "cpu" and recording is None and limits.max_context > CONTEXT
         self.drafts = Drafts() if drafts else None
+        # Rows of recorded steps are fixed, and on other devices nothing was measured.
+        self._shares = shape.device.type == "cpu" and recording is None
         self._vocabulary = 1  # until the first logits
         self.table = SlotTable(slots, capacity)
         self.waiting: OrderedDict[BatchRequest, None] = OrderedDict()
@@ -158,72 +161,73 @@ class Batcher:
             return
         pending = table.known[active] - table.computed[active]
         decode = active[pending == 1]
-        widths = 1 + self._draft(decode)
-        spans, ready = self._spans(active[pending > 1], int(widths.sum()))
-        logits = self._run(decode, widths, spans, ready)
-        drawing = np.concatenate([decode.repeat(widths), np.array([span.slot for span in ready], dtype=np.int64)])
-        if len(drawing):
-            self._draw(drawing, np.concatenate([_columns(widths), np.zeros(len(ready), dtype=np.int64)]), logits)
+        twins = self._twins(decode)
+        widths = 1 + self._draft(decode, twins)
+        rows = StepRows(table, decode, twins, widths, self._spans(active[pending > 1], int(widths.sum())))
+        logits = self._run(rows)
+        if len(rows.slots):
+            shared = len(logits) < len(rows.slots)
+            self._draw(rows.slots, rows.ahead, logits[torch.from_numpy(rows.source)] if shared else logits)
 
     # -- one forward pass --------------------------------------------------------------------------------------
 
-    def _spans(self, slots: IntArray, offset: int) -> tuple[list[CacheSpan], list[CacheSpan]]:
-        """Return prefill chunks, first come first served, and the slots whose prefill they complete."""
-        spans, ready, room = [], [], self.limits.prefill_chunk
-        for slot in slots[np.argsort(self.table.stamp[slots])].tolist():
+    def _twins(self, slots: IntArray) -> Twins:
+        """Return which slots share rows."""
+        if len(slots) > 1 and self._shares:
+            return self.table.twins(slots)
+        return Twins(np.arange(len(slots)), np.arange(len(slots)))
+
+    def _spans(self, slots: IntArray, offset: int) -> list[CacheSpan]:
+        """Return prefill chunks, first come first served."""
+        twins = self._twins(slots)
+        spans, room = list[CacheSpan](), self.limits.prefill_chunk
+        for kind in np.argsort(self.table.stamp[slots[twins.first]]).tolist():
+            slot, *others = slots[twins.kind == kind].tolist()
             start = int(self.table.computed[slot])
-            pending = int(self.table.known[slot]) - start
-            span = CacheSpan(slot, start, min(pending, room), offset)
+            span = CacheSpan(slot, start, min(int(self.table.known[slot]) - start, room), offset, tuple(others))
             spans.append(span)
-            if span.count == pending:
-                ready.append(span)
             offset, room = offset + span.count, room - span.count
             if room <= 0:
                 break
-        return spans, ready
+        return spans
 
-    def _draft(self, decode: IntArray) -> IntArray:
-        """Write drafts behind the known tokens of these slots; returns how many each got."""
+    def _draft(self, decode: IntArray, twins: Twins) -> IntArray:
+        """Write drafts behind the known tokens of these slots; returns how many each kind got."""
         table = self.table
+        first = decode[twins.first]
         if self.drafts is None or not len(decode):
-            return np.zeros(len(decode), dtype=np.int64)
-        known = table.known[decode]
-        room = np.where(table.special[decode] | (known < CONTEXT), 0, table.room(decode))
+            return np.zeros(len(first), dtype=np.int64)
+        known = table.known[first]
+        room = np.full(len(first), MOST)
+        np.minimum.at(room, twins.kind, np.where(table.special[decode], 0, table.room(decode)))
+        room = np.where(known < CONTEXT, 0, room)
         room = np.minimum(room, DRAFT_SCORES // ((int(decode[-1]) + 1) * int(known.max())) - 1)
         room = np.minimum(room, DRAFT_LOGITS // (self._vocabulary * len(decode)) - 1)
-        contexts = table.before(decode, np.maximum(known, CONTEXT), CONTEXT)
-        guesses = self.drafts.guess(contexts, room, max(1, int(WORTH_DRAFTING * len(decode))))
-        rows, columns = np.nonzero(guesses >= 0)
-        table.tokens[decode[rows], known[rows] + columns] = guesses[rows, columns]
-        return np.bincount(rows, minlength=len(decode))
+        contexts = table.before(first, np.maximum(known, CONTEXT), CONTEXT)
+        guesses = self.drafts.guess(contexts, room, max(1, int(WORTH_DRAFTING * len(first))))
+        rows, columns = np.nonzero(guesses[twins.kind] >= 0)
+        table.tokens[decode[rows], table.known[decode[rows]] + columns] = guesses[twins.kind[rows], columns]
+        return np.asarray((guesses >= 0).sum(1))
 
-    def _run(
-        self, decode: IntArray, widths: IntArray, spans: Sequence[CacheSpan], ready: Sequence[CacheSpan]
-    ) -> Tensor:
+    def _run(self, rows: StepRows) -> Tensor:
+        """Compute the logits of the rows."""
         table, device = self.table, self.cache.shape.device
-        if self.replayed is not None and not spans:
-            positions = table.computed[decode]
-            logits = self.replayed(decode, table.tokens[decode, positions], positions)
-            table.computed[decode] += 1
+        if self.replayed is not None and not rows.spans:
+            positions = table.computed[rows.decode]
+            logits = self.replayed(rows.decode, table.tokens[rows.decode, positions], positions)
+            rows.advance(table)
             return logits
-        slots = np.concatenate([decode.repeat(widths), *(np.full(span.count, span.slot) for span in spans)])
-        positions = np.concatenate(
-            [
-                table.computed[decode].repeat(widths) + _columns(widths),
-                *(np.arange(span.start, span.start + span.count) for span in spans),
-            ]
-        )
-        keep = [*range(int(widths.sum())), *(span.offset + span.count - 1 for span in ready)]
+        slots, positions = rows.computed(table)
         slots_N = torch.from_numpy(slots).to(device)
         positions_N = torch.from_numpy(positions).to(device)
-        prefix = table.shared(decode) if device.type == "cpu" else 0
-        prefix = prefix if prefix * len(decode) >= WORTH_SHARING else 0
-        plan = CachedAttention(self.cache, slots_N, positions_N, widths.tolist(), spans, prefix)
+        prefix = table.shared(rows.first) if device.type == "cpu" else 0
+        prefix = prefix if prefix * len(rows.first) >= WORTH_SHARING else 0
+        widths = rows.widths.tolist()
+        plan = CachedAttention(self.cache, slots_N, positions_N, widths, rows.spans, prefix, rows.copies())
         ids_N = torch.from_numpy(table.tokens[slots, positions]).to(device)
-        logits = self.forward(ids_N, positions_N, plan, torch.tensor(keep, dtype=torch.long, device=device))
-        table.computed[decode] += 1
-        for span in spans:
-            table.computed[span.slot] += span.count
+        keep_k = torch.tensor(rows.kept(), dtype=torch.long, device=device)
+        logits = self.forward(ids_N, positions_N, plan, keep_k)
+        rows.advance(table)
         return logits
 
     def _draw(self, slots: IntArray, ahead: IntArray, logits: Tensor) -> None:
@@ -237,16 +241,17 @@ class Batcher:
         special = np.flatnonzero(table.special[slots])
         by_row = {int(row): self._options(int(slots[row])) for row in special}
         alone = None if self.alone is None else partial(self._alone, slots, ahead)
-        ids_N, logprobs_N = sample_constrained(logits, table.draw(slots, ahead), by_row, alone)
+        kept_of = partial(table.kept, slots, ahead)
+        ids_N, logprobs_N = sample_constrained(logits, table.draw(slots, ahead), by_row, alone, kept_of)
         finite = torch.isfinite(logprobs_N).cpu().numpy()
         ids, logprobs = ids_N.cpu().numpy(), logprobs_N.cpu().numpy()
-        kept = table.kept(slots, ahead, ids)
+        kept = kept_of(ids)
         finished = self._append(slots[kept], ahead[kept], ids[kept], logprobs[kept])
         tell(by_row, logits, table.temperature[slots], ids_N, logprobs_N, self.version)
-        for slot in np.unique(slots[~finite]).tolist():
-            request = self._leave(slot)
-            request.deliver(EngineError(f"the model's logits are not finite (policy version {self.version})"))
         if not finite.all():
+            for slot in np.unique(slots[~finite]).tolist():
+                request = self._leave(slot)
+                request.deliver(EngineError(f"the model's logits are not finite (policy version {self.version})"))
             self._clean()
         for slot in finished.tolist():
             if not table.active[slot]:
@@ -312,38 +317,46 @@ class Batcher:
     def _place(self, request: BatchRequest) -> bool:
         """Give the request a slot with as much of its prompt as is already computed; False if it has to wait.
 
-        It waits for a free slot or, if `request.leader` is set, for a prefix that is being computed.
+        It waits for a free slot or, if `request.leader` is set, for a prefix that is being computed. If another
+        request is computing the same prompt, they become twins at once.
         """
-        table, ids, session = self.table, request.ids, request.session
-        slot = self._own_slot(request)
+        table, ids, slot = self.table, request.ids, self._own_slot(request)
         if slot is not None and table.extends(slot, ids):
             reuse = min(int(table.computed[slot]), len(ids) - 1)
-        else:
-            common = np.minimum(table.common(ids), len(ids) - 1)
-            usable = np.minimum(common, table.computed)
-            running = np.where(table.active, common, 0)
-            source, coming = int(usable.argmax()), int(running.argmax())
-            if running[coming] >= usable[source] + WORTH_WAITING:
-                request.leader, request.shared = table.request[coming], int(running[coming])
-                return False
-            slot = self._free_slot() if slot is None else slot
-            if slot is None:
-                request.leader = None
-                return False
-            reuse, copied = int(usable[slot]) if slot < len(usable) else 0, int(usable[source])
-            if copied >= reuse + WORTH_COPYING:
-                self.cache.copy(source, slot, copied)
-                reuse = copied
+            self._occupy(request, slot, reuse, reuse)
+            return True
+        common = table.common(ids)
+        usable = np.minimum(np.minimum(common, len(ids) - 1), table.computed)
+        running = np.where(table.active, common, 0)
+        source, coming = int(usable.argmax()), int(running.argmax())
+        wait = min(int(running[coming]), len(ids) - 1) >= usable[source] + WORTH_WAITING
+        twin = wait and self._shares and common[coming] == len(ids) == table.known[coming]
+        if wait and not twin:
+            request.leader, request.shared = table.request[coming], min(int(running[coming]), len(ids) - 1)
+            return False
+        slot = self._free_slot() if slot is None else slot
+        if slot is None:
+            request.leader = None
+            return False
+        reuse, copied = int(usable[slot]) if slot < len(usable) else 0, int(usable[coming if twin else source])
+        if twin or copied >= reuse + WORTH_COPYING:
+            self.cache.copy(coming if twin else source, slot, copied)
+            reuse = copied
+        self._occupy(request, slot, reuse, len(ids) - 1 if twin else reuse)
+        return True
+
+    def _occupy(self, request: BatchRequest, slot: int, computed: int, cached: int) -> None:
+        """Give a waiting request the slot, whose first `computed` tokens are right; it did not need to compute
+        `cached` of them itself."""
         request.leader = None
         self._forget(slot)
         limit = min(request.prompt + request.sampling.max_tokens, self.limits.max_context)
-        table.occupy(slot, request, computed=reuse, limit=limit, stamp=next(self._stamps))
+        self.table.occupy(slot, request, computed=computed, limit=limit, stamp=next(self._stamps))
         if request.cached_tokens is None:
-            request.cached_tokens = reuse
-        if session is not None:
-            self._keep(session, slot)
+            request.cached_tokens = cached
+        if request.session is not None:
+            self._keep(request.session, slot)
         del self.waiting[request]
-        return True
 
     def _own_slot(self, request: BatchRequest) -> int | None:
         """Return the idle slot kept for the request's session."""
@@ -457,9 +470,3 @@ class Batcher:
 
     def _index_sessions(self) -> None:
         self.sessions = {name: slot for slot, name in enumerate(self.table.session) if name is not None}
-
-
-def _columns(widths: IntArray) -> IntArray:
-    """Return 0 to w - 1 for each width w, end to end."""
-    ends = np.cumsum(widths)
-    return np.arange(int(widths.sum())) - (ends - widths).repeat(widths)

@@ -8,13 +8,15 @@ keys; for routes L routers and k experts of each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from agentrl.models.routers import RouteShape
 
+WORTH_GATHERING = 1.1
+"""On a CPU, the rows of the slots that decode are gathered if there are this many times as many rows."""
 SCORES = 1 << 24
 """Number of attention scores that a prefill computes at a time: 64 MiB in float32."""
 
@@ -123,12 +125,29 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class CacheSpan:
-    """A run of new tokens in one slot: positions `start` to `start + count`, at `offset` of the flat batch."""
+    """A run of new tokens in one slot: positions `start` to `start + count`, at `offset` of the flat batch.
+
+    `copies` are other slots with the same tokens; they get the same keys and values.
+    """
 
     slot: int
     start: int
     count: int
     offset: int
+    copies: tuple[int, ...] = ()
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """All slots that it is computed for."""
+        return self.slot, *self.copies
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Where keys and values go if some go to several slots: those of token `rows_M[i]` to `slots_M[i]`."""
+
+    rows_M: Tensor
+    slots_M: Tensor
 
 
 class CachedAttention:
@@ -136,7 +155,8 @@ class CachedAttention:
     those of `spans`.
 
     Decoding reads the cache rows 0 to `high` as one view, whether or not all of them take part: that is cheaper
-    than gathering, as long as the decoding slots are close together. Every row has W queries, as many as the slot
+    than gathering, as long as the decoding slots are close together. On a CPU, they are gathered if they are not.
+    Every row has W queries, as many as the slot
     with the most new tokens.
     """
 
@@ -148,6 +168,7 @@ class CachedAttention:
         widths: Sequence[int],
         spans: Sequence[CacheSpan],
         prefix: int = 0,
+        copies: Copies | None = None,
     ) -> None:
         """Take slot and position of each token.
 
@@ -155,8 +176,10 @@ class CachedAttention:
             widths: how many new tokens each slot that decodes has, slots ascending. The first tokens are theirs.
             prefix: the slots that decode start with so many tokens in common, all before their positions; keys
                 and values of these are read from the first of the slots only.
+            copies: where keys and values go; None: to the slots of the tokens.
         """
         self.cache = cache
+        self._copies = copies
         self.slots = slots_N
         self.positions = positions_N
         self.spans = spans
@@ -165,10 +188,14 @@ class CachedAttention:
         self.prefix = prefix
         self.first = int(decode[0]) if prefix else 0
         self.high = int(decode[-1]) + 1 if widths else 0
+        self._rows, self._gathered = decode, None
+        if widths and slots_N.device.type == "cpu" and len(widths) * WORTH_GATHERING <= self.high:
+            self.high = len(widths)
+            self._gathered, self._rows = torch.unique_consecutive(decode, return_inverse=True)
         self.length = int(positions_N[: self.decoding].max()) + 1 if widths else 0
         self._one_each = self.width == 1 and self.decoding == self.high
-        self._rows = decode
-        self._columns = torch.tensor([c for width in widths for c in range(width)], device=slots_N.device)
+        if self.width > 1:
+            self._columns = torch.tensor([c for width in widths for c in range(width)], device=slots_N.device)
         self._decode_bias: dict[tuple[int | None, int], Tensor] = {}
         self._span_bias: dict[tuple[int, int, int | None], Tensor] = {}
 
@@ -182,7 +209,11 @@ class CachedAttention:
         scaling: float,
         window: int | None,
     ) -> Tensor:
-        self.cache.write(layer, self.slots, self.positions, key_NKD, value_NKD)
+        if (copies := self._copies) is None:
+            self.cache.write(layer, self.slots, self.positions, key_NKD, value_NKD)
+        else:
+            rows_M = copies.rows_M
+            self.cache.write(layer, copies.slots_M, self.positions[rows_M], key_NKD[rows_M], value_NKD[rows_M])
         keys_SKDC, values_SKCD = self.cache.keys[layer], self.cache.values[layer]
         parts = []
         if self.high:
@@ -196,14 +227,18 @@ class CachedAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def keep_routes(self, routes_NLk: Tensor) -> None:
-        self.cache.write_routes(self.slots, self.positions, routes_NLk)
+        if (copies := self._copies) is None:
+            self.cache.write_routes(self.slots, self.positions, routes_NLk)
+        else:
+            rows_M = copies.rows_M
+            self.cache.write_routes(copies.slots_M, self.positions[rows_M], routes_NLk[rows_M])
 
     def _decode(self, layer: int, query_nHD: Tensor, scaling: float, window: int | None) -> Tensor:
         kv_heads = self.cache.shape.heads
         query_nKGD = query_nHD.view(len(query_nHD), kv_heads, -1, query_nHD.shape[-1])
         prefix = self.prefix if window is None or window >= self.length else 0
-        keys_RKDC = self.cache.keys[layer][: self.high, ..., prefix : self.length]
-        values_RKCD = self.cache.values[layer][: self.high, :, prefix : self.length]
+        keys_RKDC = self._read(self.cache.keys[layer][..., prefix : self.length])
+        values_RKCD = self._read(self.cache.values[layer][:, :, prefix : self.length])
         scores_nKGC = self._by_token(torch.bmm(self._by_row(query_nKGD), keys_RKDC.flatten(0, 1)))
         bias = self._bias_of_decode(window, prefix, query_nHD.dtype)
         scores_nKGC = torch.add(bias, scores_nKGC, alpha=scaling)
@@ -217,6 +252,12 @@ class CachedAttention:
             values_KCD = self.cache.values[layer][self.first, :, :prefix]
             out_nKGD += _times(weights_nKGC[..., :prefix], values_KCD)
         return out_nKGD.flatten(1, 2)
+
+    def _read(self, cached_SKXX: Tensor) -> Tensor:
+        """(R, ...): the rows of the slots that decode, maybe with others between them."""
+        if self._gathered is None:
+            return cached_SKXX[: self.high]
+        return cached_SKXX.index_select(0, self._gathered)
 
     def _scores_of_prefix(self, layer: int, query_nKGD: Tensor) -> Tensor:
         """(n, K, G, prefix): scores of the common prefix, which is read once, from the first slot that decodes."""
@@ -279,7 +320,7 @@ def _pieces(span: CacheSpan, heads: int) -> list[CacheSpan]:
     """Split the span so that the scores of each piece stay within `SCORES` numbers."""
     size = max(1, SCORES // (heads * (span.start + span.count)))
     return [
-        CacheSpan(span.slot, span.start + at, min(size, span.count - at), span.offset + at)
+        replace(span, start=span.start + at, count=min(size, span.count - at), offset=span.offset + at)
         for at in range(0, span.count, size)
     ]
 

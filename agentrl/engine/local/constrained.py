@@ -10,22 +10,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrl.engine.base import GenerateOptions, Mask, TokenLogprob
-from agentrl.engine.local.sampler import Draw, Drawn, sample
+from agentrl.engine.local.sampler import BoolArray, Draw, Drawn, sample
 
 
 def sample_constrained(
-    logits_BV: Tensor, draw: Draw, by_row: Mapping[int, GenerateOptions], alone: Callable[[int], Tensor] | None
+    logits_BV: Tensor,
+    draw: Draw,
+    by_row: Mapping[int, GenerateOptions],
+    alone: Callable[[int], Tensor] | None,
+    kept: Callable[[NDArray[np.int64]], BoolArray],
 ) -> tuple[Tensor, Tensor]:
     """Return ids (B,) and logprobs (B,), with the masks of the special rows; logprobs are the unrestricted ones.
 
     Args:
         alone: computes the logits (V,) of a row without the rest of the batch. Rows whose id depends on the
             rounding of the batch are sampled from these; `logits_BV` holds them afterwards. None: they are not.
+        kept: which of the ids (B,) count; each row depends on the ids of earlier ones only.
     """
     masks = {row: options.mask for row, options in by_row.items() if options.mask is not None}
     ids_B, logprobs_B, unsure_B = _sample_masked(logits_BV, draw, masks)
-    if alone is not None and unsure_B.any():
-        unsure = np.flatnonzero(unsure_B)
+    while alone is not None and unsure_B.any():
+        unsure = np.flatnonzero(unsure_B & kept(ids_B.cpu().numpy()))
+        if not len(unsure):
+            break
+        unsure_B[unsure] = False
         index = torch.from_numpy(unsure).to(logits_BV.device)
         logits_BV[index] = torch.stack([alone(row) for row in unsure.tolist()])
         again = {k: masks[row] for k, row in enumerate(unsure.tolist()) if row in masks}

@@ -33,11 +33,12 @@ def uniforms(seeds_B: NDArray[np.uint64], positions_B: NDArray[np.int64]) -> NDA
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014); the seed is mixed
     before the position is added, so that neighboring seeds give unrelated streams.
     """
-    state = _mix(_mix(seeds_B) + (positions_B.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    state = mix(mix(seeds_B) + (positions_B.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of splitmix64: a bijection in which each bit depends on all others."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))

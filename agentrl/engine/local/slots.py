@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.engine.base import GenerateOptions
-from agentrl.engine.local.sampler import Draw, uniforms
+from agentrl.engine.local.sampler import Draw, mix, uniforms
 from agentrl.types import Completion, Routes, Sampling
 
 IntArray = NDArray[np.int64]
+_ODD = np.uint64(0x9E3779B97F4A7C15)
 RouteArray = NDArray[np.signedinteger]
 """(T, L, k) experts of T tokens."""
 
@@ -57,6 +58,18 @@ class BatchRequest:
         return Routes(self.routed.tobytes(), layers, top_k, self.routed.itemsize)
 
 
+@dataclass(frozen=True, slots=True)
+class Twins:
+    """Which of n slots have the same tokens, of which equally many are computed: the model needs one of them.
+
+    `first` (u,) are the places of the first slot of each kind, ascending; `kind` (n,) numbers the kinds in that
+    order.
+    """
+
+    first: IntArray
+    kind: IntArray
+
+
 class SlotTable:
     """Numpy columns over the slots, so that a decode step needs no Python per sequence.
 
@@ -72,6 +85,8 @@ class SlotTable:
         self.versions = np.zeros((slots, capacity), dtype=np.int64)
         self.known = np.zeros(slots, dtype=np.int64)
         self.computed = np.zeros(slots, dtype=np.int64)
+        self.digest = np.zeros(slots, dtype=np.uint64)
+        self._weights = mix(np.arange(1, capacity + 1, dtype=np.uint64))
         self.prompt = np.zeros(slots, dtype=np.int64)
         self.limit = np.zeros(slots, dtype=np.int64)
         self.stamp = np.zeros(slots, dtype=np.int64)
@@ -92,6 +107,7 @@ class SlotTable:
         "versions",
         "known",
         "computed",
+        "digest",
         "prompt",
         "limit",
         "stamp",
@@ -107,6 +123,7 @@ class SlotTable:
         self.logprobs[slot, prompt:known] = request.logprobs
         self.versions[slot, prompt:known] = request.versions
         self.known[slot], self.computed[slot] = known, computed
+        self.digest[slot] = self._digests(request.ids, np.arange(known)).sum()
         self.prompt[slot], self.limit[slot], self.stamp[slot] = prompt, limit, stamp
         self.active[slot] = True
         self.special[slot] = request.options is not None
@@ -157,6 +174,27 @@ class SlotTable:
         differs = (self.tokens[:high, :limit] != self.tokens[slots[0], :limit])[slots].any(0)
         return int(differs.argmax()) if differs.any() else limit
 
+    def twins(self, slots: IntArray) -> Twins:
+        """Return which of these slots with requests are the same to the model."""
+        keys = self.digest[slots] + self.computed[slots].astype(np.uint64) * _ODD
+        _, first, kind = np.unique(keys, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        first, kind = first[order], np.argsort(order)[kind]
+        others = np.flatnonzero(first[kind] != np.arange(len(slots)))
+        if len(others):
+            these, those = slots[others], slots[first[kind[others]]]
+            known = self.known[these]
+            behind = np.arange(int(known.max())) >= known[:, None]
+            equal = (self.tokens[these, : behind.shape[1]] == self.tokens[those, : behind.shape[1]]) | behind
+            equal_too = (known == self.known[those]) & (self.computed[these] == self.computed[those])
+            if not (equal.all() and equal_too.all()):  # two contexts with one digest
+                return Twins(np.arange(len(slots)), np.arange(len(slots)))
+        return Twins(first, kind)
+
+    def _digests(self, ids: IntArray, positions: IntArray) -> NDArray[np.uint64]:
+        """Return what each token adds to the digest of its slot."""
+        return (ids.astype(np.uint64) + np.uint64(1)) * self._weights[positions]
+
     def extends(self, slot: int, ids: IntArray) -> bool:
         """Whether `ids` extends everything that is computed in the slot."""
         computed = int(self.computed[slot])
@@ -201,6 +239,7 @@ class SlotTable:
         self.tokens[slots, known] = ids
         self.logprobs[slots, known] = logprobs
         self.versions[slots, known] = version
+        np.add.at(self.digest, slots, self._digests(ids, known))
         last, slots = known[ends] + 1, slots[ends]
         self.known[slots] = last
         return slots[self._stops_at(slots, ids[ends]) | (last >= self.limit[slots])]

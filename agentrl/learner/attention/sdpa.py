@@ -19,12 +19,17 @@ def attend(
 ) -> Tensor:
     """[1, T, H, D]; see `packed_attention`."""
     plan = spans.plan(_plan, window)
-    q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (q_1HTD, k_1HTD, v_1HTD))
-    grouped = q_THD.shape[1] != k_THD.shape[1]
+    # One gradient for all buckets: each alone would be as large as the batch.
+    q_NHD, k_MHD, v_MHD = (
+        picked(x_1HTD[0].transpose(0, 1), index)
+        for x_1HTD, index in ((q_1HTD, plan.query_N), (k_1HTD, plan.key_M), (v_1HTD, plan.key_M))
+    )
+    queries, keys = [b.query_BL.numel() for b in plan.buckets], [b.key_BK.numel() for b in plan.buckets]
     pieces = []
-    for bucket in plan.buckets:
-        q_BHLD = picked(q_THD, bucket.query_BL).transpose(1, 2)
-        k_BHKD, v_BHKD = (picked(x, bucket.key_BK).transpose(1, 2) for x in (k_THD, v_THD))
+    parts = (torch.split(x, sizes) for x, sizes in ((q_NHD, queries), (k_MHD, keys), (v_MHD, keys)))
+    for bucket, q, k, v in zip(plan.buckets, *parts, strict=True):
+        spans_B = len(bucket.query_BL)
+        q_BHLD, k_BHKD, v_BHKD = (x.unflatten(0, (spans_B, -1)).transpose(1, 2) for x in (q, k, v))
         out_BHLD = F.scaled_dot_product_attention(
             q_BHLD,
             k_BHKD,
@@ -32,9 +37,9 @@ def attend(
             attn_mask=bucket.mask,
             is_causal=bucket.mask is None,
             scale=scaling,
-            enable_gqa=grouped,
+            enable_gqa=q_NHD.shape[1] != k_MHD.shape[1],
         )
-        pieces.append(picked(out_BHLD.transpose(1, 2).flatten(0, 1), bucket.cell_N))
+        pieces.append(out_BHLD.transpose(1, 2).flatten(0, 1))
     return picked(torch.cat(pieces), plan.place_T)[None]
 
 
@@ -43,28 +48,34 @@ class _Bucket:
     """B spans of similar length and with paths of similar length before them, in one attention call.
 
     `query_BL` and `key_BK` are flat positions (K: what is seen of the path, then L); short spans repeat their last
-    one, which nothing before it attends to. `cell_N` says which of the B x L queries are real, `flat_N` where
-    their results belong. `mask` is [L, K] or [B, 1, L, K], None if plain causal attention does.
+    one, which nothing before it attends to. `real_BL` says which queries are no repetitions. `mask` is [L, K] or
+    [B, 1, L, K], None if plain causal attention does.
     """
 
     query_BL: Tensor
     key_BK: Tensor
-    cell_N: Tensor
-    flat_N: Tensor
+    real_BL: Tensor
     mask: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Buckets that cover every flat position once; result t is number `place_T[t]` of theirs end to end."""
+    """Buckets that cover every flat position once, their queries and keys end to end, and for each flat position
+    the number of its query."""
 
     buckets: tuple[_Bucket, ...]
+    query_N: Tensor
+    key_M: Tensor
     place_T: Tensor
 
 
 def _plan(spans: Spans, window: int | None) -> _Plan:
     buckets = tuple(_bucket(spans, numbers, window) for numbers in _alike(spans))
-    return _Plan(buckets, torch.argsort(torch.cat([bucket.flat_N for bucket in buckets])))
+    query_N = torch.cat([bucket.query_BL.flatten() for bucket in buckets])
+    real_N = torch.cat([bucket.real_BL.flatten() for bucket in buckets]).nonzero().squeeze(1)
+    place_T = torch.empty_like(real_N)
+    place_T[query_N[real_N]] = real_N
+    return _Plan(buckets, query_N, torch.cat([bucket.key_BK.flatten() for bucket in buckets]), place_T)
 
 
 def _alike(spans: Spans) -> Iterator[list[int]]:
@@ -109,4 +120,4 @@ def _bucket(spans: Spans, numbers: Sequence[int], window: int | None) -> _Bucket
         mask = back_LK >= 0 if window is None else (back_LK >= 0) & (back_LK < window)
         if first < shared and bool((prefix_B < shared).any()):
             mask = (mask[None] & (slot_K[None, :] >= shared - prefix_B[:, None])[:, None, :])[:, None]
-    return _Bucket(query_BL, key_BK, real_BL.flatten().nonzero().squeeze(1), query_BL[real_BL], mask)
+    return _Bucket(query_BL, key_BK, real_BL, mask)
