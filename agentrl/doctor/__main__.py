@@ -8,10 +8,15 @@ import os
 import sys
 from pathlib import Path
 
-from agentrl.doctor.examine import findings
-
 LOWEST_PRIORITY = 19
 
-if __name__ == "__main__":
-    os.nice(LOWEST_PRIORITY)  # sampling and training need the cores more
+
+def main() -> None:
+    os.nice(LOWEST_PRIORITY)  # sampling and training need the cores more, also while this imports
+    from agentrl.doctor.examine import findings
+
     json.dump([finding.data() for finding in findings(Path(sys.argv[1]), int(sys.argv[2]))], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -79,7 +79,9 @@ class Examiner:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is meant for the run
+            # A process group, because Ctrl-C is meant for the run, but no session: between sessions, Linux divides
+            # the cores evenly (autogroup) and ignores priorities.
+            process_group=0,
         ) as process:
             self._process = process
             if self._over:

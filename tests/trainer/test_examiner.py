@@ -116,6 +116,7 @@ def test_a_process_that_is_killed_is_reported(run: Path, endless: Callable[[], i
         doctor.after(1, lambda *report: reports.append(report))
         pid = endless()
         assert os.getpgid(pid) != os.getpgid(0), "Ctrl-C would reach it"
+        assert os.getsid(pid) == os.getsid(0), "Linux ignores priorities between sessions"
         os.kill(pid, signal.SIGKILL)
     assert reports == [(1, "its process ended with exit code -9")]
 
