@@ -22,8 +22,8 @@ from agentrl.engine.local.cache import CachedAttention, CacheShape, CacheSpan, K
 from agentrl.engine.local.constrained import sample_constrained, tell
 from agentrl.engine.local.decode import Capture, Forward, ReplayedDecode
 from agentrl.engine.local.drafts import CONTEXT, MOST, Drafts
+from agentrl.engine.local.forward_rows import ForwardRows
 from agentrl.engine.local.slots import BatchRequest, IntArray, SlotTable, Twins
-from agentrl.engine.local.step_rows import StepRows
 from agentrl.errors import EngineError
 from agentrl.types import Completion
 
@@ -163,7 +163,7 @@ class Batcher:
         decode = active[pending == 1]
         twins = self._twins(decode)
         widths = 1 + self._draft(decode, twins)
-        rows = StepRows(table, decode, twins, widths, self._spans(active[pending > 1], int(widths.sum())))
+        rows = ForwardRows(table, decode, twins, widths, self._spans(active[pending > 1], int(widths.sum())))
         logits = self._run(rows)
         if len(rows.slots):
             shared = len(logits) < len(rows.slots)
@@ -209,7 +209,7 @@ class Batcher:
         table.tokens[decode[rows], table.known[decode[rows]] + columns] = guesses[twins.kind[rows], columns]
         return np.asarray((guesses >= 0).sum(1))
 
-    def _run(self, rows: StepRows) -> Tensor:
+    def _run(self, rows: ForwardRows) -> Tensor:
         """Compute the logits of the rows."""
         table, device = self.table, self.cache.shape.device
         if self.replayed is not None and not rows.spans:

@@ -15,7 +15,7 @@ from agentrl.engine.local.cache import CacheSpan, Copies
 from agentrl.engine.local.slots import IntArray, SlotTable, Twins
 
 
-class StepRows:
+class ForwardRows:
     """The rows of slots that decode, then those of prefills.
 
     Of the rows that decode, each kind of twins has `widths`: the last token of the first slot of the kind, and its
