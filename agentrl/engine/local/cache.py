@@ -15,7 +15,7 @@ from torch import Tensor
 
 from agentrl.models.routers import RouteShape
 
-WORTH_GATHERING = 1.1
+WORTH_GATHERING = 1.5
 """On a CPU, the rows of the slots that decode are gathered if there are this many times as many rows."""
 SCORES = 1 << 24
 """Number of attention scores that a prefill computes at a time: 64 MiB in float32."""
@@ -156,8 +156,7 @@ class CachedAttention:
 
     Decoding reads the cache rows 0 to `high` as one view, whether or not all of them take part: that is cheaper
     than gathering, as long as the decoding slots are close together. On a CPU, they are gathered if they are not.
-    Every row has W queries, as many as the slot
-    with the most new tokens.
+    Every row has W queries, as many as the slot with the most new tokens.
     """
 
     def __init__(

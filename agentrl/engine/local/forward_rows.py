@@ -19,7 +19,7 @@ class ForwardRows:
     """The rows of slots that decode, then those of prefills.
 
     Of the rows that decode, each kind of twins has `widths`: the last token of the first slot of the kind, and its
-    drafts. Logits are computed for these rows, and then for the last row of each prefill that is `ready`.
+    drafts. Logits are computed for these rows, and for the last row of each prefill that ends in this pass.
 
     Attributes:
         decode: the slots that decode, ascending.

@@ -9,6 +9,7 @@ Shapes: N tokens, M hidden size, H query heads, K key-value heads, D head size, 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class FusedDecoder:
         self._head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._layers = [_Layer(layer) for layer in inner.layers]
         self._norm = _Norm(inner.norm)
-        positions = model.config.max_position_embeddings
+        positions = max(model.config.max_position_embeddings, 1024)  # the probe is longer than some tiny models
         self._rotations = _Rotations(inner.rotary_emb, positions, inner.embed_tokens.weight)
 
     def __call__(self, ids_N: Tensor, positions_N: Tensor, plan: AttentionPlan, keep_k: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ class _HeadNorm:
 
     def __init__(self, attention: Any, heads: int, kv_heads: int) -> None:
         q_norm, k_norm = attention.q_norm, attention.k_norm
-        self._eps = torch.tensor(q_norm.variance_epsilon, device=q_norm.weight.device)
+        self._eps = float(q_norm.variance_epsilon)
         with torch.no_grad():
             self._weights_2D = torch.stack([q_norm.weight, k_norm.weight])
             q_norm.weight.data, k_norm.weight.data = self._weights_2D
@@ -119,23 +120,29 @@ class _HeadNorm:
 class _Norm:
     def __init__(self, module: Any) -> None:
         self._module = module
-        self._eps = torch.tensor(module.variance_epsilon, device=module.weight.device)
+        self._eps = float(module.variance_epsilon)
 
     def __call__(self, x: Tensor) -> Tensor:
         return _rms_norm(x, self._module.weight, self._eps)
 
 
-def _rms_norm(x: Tensor, weight: Tensor | None, eps: Tensor) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Scale the last dimension to a mean square of 1, and then by `weight`.
 
     PyTorch has a kernel for it on CUDA; on a CPU it composes about ten operations, and a small batch feels each.
     """
     size = x.shape[-1]
     if x.is_cuda or x.dtype != torch.float32:
-        return F.rms_norm(x, (size,), weight, float(eps))
+        return F.rms_norm(x, (size,), weight, eps)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    unit = x * torch.addcmul(eps, length, length, value=1 / size).rsqrt_()
+    unit = x * torch.addcmul(_constant(eps), length, length, value=1 / size).rsqrt_()
     return unit if weight is None else unit.mul_(weight)
+
+
+@cache
+def _constant(value: float) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(value)
 
 
 class _Rotations:
