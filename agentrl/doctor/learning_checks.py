@@ -173,7 +173,9 @@ def wrong_sign(evidence: Evidence) -> Iterator[Finding]:
         return
     explained = correlation(share, loss)
     rest_minus, rest_plus = float(np.std(loss + share)), float(np.std(loss - share))
-    if (explained < -0.6 and rest_minus < 0.5 * rest_plus) or float(loss[-1]) < -0.5 * float(share[-1]):
+    alike = explained < -0.6 and rest_minus < 0.5 * rest_plus
+    below = explained < 0 and float(loss[-1]) < -0.5 * float(share[-1])
+    if alike or below:
         yield Finding(
             "kl-sign",
             "error",
