@@ -79,8 +79,8 @@ class Examiner:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # A process group, because Ctrl-C is meant for the run, but no session: between sessions, Linux divides
-            # the cores evenly (autogroup) and ignores priorities.
+            # Its own process group, so that Ctrl-C does not reach it. In its own session, its priority would have
+            # no effect: Linux gives each session an equal share of the cores (autogroup).
             process_group=0,
         ) as process:
             self._process = process

@@ -31,7 +31,7 @@ class Apart(Steps):
 
 
 def turn(steps: Steps, prompts: Sequence[Sequence[int]], sampling: Sampling, number: int = 0) -> list[Completion]:
-    """Each prompt in a session of its own, with a seed of its own."""
+    """Send each prompt in its own session, with its own seed."""
     requests = [
         steps.submit(list(ids), replace(sampling, seed=1000 * number + n), f"s{n}")
         for n, ids in enumerate(prompts)

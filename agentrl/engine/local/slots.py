@@ -14,7 +14,6 @@ from agentrl.engine.local.sampler import Draw, mix, uniforms
 from agentrl.types import Completion, Routes, Sampling
 
 IntArray = NDArray[np.int64]
-_ODD = np.uint64(0x9E3779B97F4A7C15)
 RouteArray = NDArray[np.signedinteger]
 """(T, L, k) experts of T tokens."""
 
@@ -176,7 +175,7 @@ class SlotTable:
 
     def twins(self, slots: IntArray) -> Twins:
         """Return which of these slots with requests are the same to the model."""
-        keys = self.digest[slots] + self.computed[slots].astype(np.uint64) * _ODD
+        keys = self.digest[slots] + self._weights[self.computed[slots]]
         _, first, kind = np.unique(keys, return_index=True, return_inverse=True)
         order = np.argsort(first)
         first, kind = first[order], np.argsort(order)[kind]
