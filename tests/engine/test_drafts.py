@@ -279,3 +279,25 @@ def test_of_contexts_that_share_an_entry_the_last_counts():
     for _ in range(2):
         drafts.learn(np.array([[1, 2, 3]] * 2), np.array([7, 9]))
     assert guess(drafts, [1, 2, 3], room=1) != [[9]], "seen twice is not enough"
+
+
+def test_no_draw_is_repeated_for_drafts_that_are_dropped(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("agentrl.engine.local.sampler.ROUNDING", 10.0)  # every draw is unsure
+    steps, repeated = Steps(models["qwen3"], alone=True), []
+    alone = steps.scheduler.alone
+    assert alone is not None
+
+    def counted(ids: IntArray) -> torch.Tensor:
+        repeated.append(len(ids))
+        return alone(ids)
+
+    steps.scheduler.alone = counted
+    steps.scheduler.drafts = Wrong(7)
+    requests = [steps.submit(prompt(4 + n, n), Sampling(max_tokens=20, seed=n)) for n in range(3)]
+    steps.run()
+    sampled = sum(
+        len(answer.ids) for request in requests if isinstance(answer := steps.answers[request], Completion)
+    )
+    assert max(steps.passes) == 3 * (1 + MOST)
+    assert sampled == 60
+    assert sampled <= len(repeated) < 1.2 * sampled
