@@ -6,14 +6,9 @@ never calls it. The declarations alone are made here, at the moment torchvision 
 
 Adapters (LoRA): their code asks for pinned memory, which a machine without an accelerator does not have. Host
 memory is all there is here, so the wish is dropped, in processes that load this code.
-
-Each server is several processes that import for seconds and look for garbage meanwhile: they do so less often.
 """
 
-import gc
 import sys
-
-gc.set_threshold(20_000, 20, 10)
 
 _ASKS_FOR_THEM = "torchvision._meta_registrations"
 _ASKS_FOR_PINNED = "sglang.srt.lora.layers"
