@@ -16,8 +16,8 @@ quickstart: $(VENV)/.train  ## install, then train a tool-calling policy on this
 quick: $(VENV)/.dev  ## the edit loop, under a minute: lint what changed, imports, types, quick unit tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/quick
 
-# Much of the time of a test is waiting: three processes on two cores.
-JOBS ?= 3
+# Much of the time of a test is waiting: four processes on two cores.
+JOBS ?= 4
 unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes would each compile the same files
 test: $(VENV)/.dev others  ## the whole test suite, in JOBS processes; the tests of a file stay together
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=20
