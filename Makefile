@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # What is imported is compiled then; most files of most packages never are.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
+# The pip that comes with Python 3.11 takes half as long again as the newest, but does as well.
+NEWEST_PIP := -m pip --disable-pip-version-check install -q -U pip || true
 
 # Packages that need other versions than ours run in separate Pythons, which the tests start.
 OTHERS := $(VENV)/clients/.done $(VENV)/inspect/.done $(VENV)/nemo_gym/.done $(VENV)/openenv/.done $(VENV)/trackio/.done $(VENV)/verifiers/.done
@@ -34,57 +36,65 @@ docs: $(VENV)/.docs  ## the documentation site, into build/site; broken links ar
 	$(BIN)/python scripts/docs-site
 
 $(VENV)/.train: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || { $(PYTHON) -m venv $(VENV) && { $(BIN)/python $(NEWEST_PIP); }; }
 	$(PIP) -e '.[train]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || { $(PYTHON) -m venv $(VENV) && { $(BIN)/python $(NEWEST_PIP); }; }
 	$(PIP) -e '.[train,docker,hf,lora,mcp,mlflow,openenv,parquet,ray,reasoning-gym,serve,tensorboard,textarena,wandb,dev]'
 	$(PIP) --no-deps gem-llm==0.1.0 bfcl-eval==2026.3.23  # they pin older versions of packages that other extras need
 	touch $@ $(VENV)/.train
+
+# Installs into the other environments, which need no pip for it.
+$(VENV)/pip/.done:
+	$(PYTHON) -m venv $(VENV)/pip
+	$(VENV)/pip/bin/python $(NEWEST_PIP)
+	touch $@
+$(OTHERS): | $(VENV)/pip/.done
+INSTALL = $(VENV)/pip/bin/python -m pip --python $(@D)/bin/python --disable-pip-version-check install -q
 
 # Agent frameworks pin other versions of the openai SDK than ours; `tests/serve` runs them as clients.
 CLIENTS := 'anthropic==2.12.*' 'openai==2.54.*' 'openai-agents==0.20.*' 'litellm==1.106.*' 'pydantic-ai-slim[openai]==2.31.*' \
 	'langchain-openai==1.7.*' 'langgraph==1.*'
 $(VENV)/clients/.done:
-	$(PYTHON) -m venv $(VENV)/clients
-	$(VENV)/clients/bin/python -m pip --disable-pip-version-check install -q --prefer-binary $(CLIENTS)
+	$(PYTHON) -m venv --without-pip $(@D)
+	$(INSTALL) --prefer-binary $(CLIENTS)
 	touch $@
 
 # OpenEnv's servers pin other versions than ours, so the tests run them in a separate Python; no gradio.
 OPENENV := fastapi uvicorn[standard] 'fastmcp>=3,<4' httpx openai pyyaml rich requests typer huggingface_hub jsonschema tomli tomli-w
 $(VENV)/openenv/.done:
-	$(PYTHON) -m venv $(VENV)/openenv
-	$(VENV)/openenv/bin/python -m pip --disable-pip-version-check install -q $(OPENENV)
-	$(VENV)/openenv/bin/python -m pip --disable-pip-version-check install -q --no-deps openenv==0.10.0
+	$(PYTHON) -m venv --without-pip $(@D)
+	$(INSTALL) $(OPENENV)
+	$(INSTALL) --no-deps openenv==0.10.0
 	touch $@
 
 # Inspect needs an older fsspec than ours, so a separate Python plays its tasks.
 $(VENV)/inspect/.done:
-	$(PYTHON) -m venv $(VENV)/inspect
-	$(VENV)/inspect/bin/python -m pip --disable-pip-version-check install -q inspect-ai==0.3.285
+	$(PYTHON) -m venv --without-pip $(@D)
+	$(INSTALL) inspect-ai==0.3.285
 	touch $@
 
 # NeMo Gym declares Python 3.12 and requires mlflow, datasets and more; its servers run on 3.11 with these.
 NEMO_GYM := aiohttp fastapi gprof2dot hydra-core itsdangerous omegaconf 'openai<=2.7.2' orjson pandas psutil pydot ray requests rich \
 	tqdm uvicorn uvloop wandb yappi
 $(VENV)/nemo_gym/.done:
-	$(PYTHON) -m venv $(VENV)/nemo_gym
-	$(VENV)/nemo_gym/bin/python -m pip --disable-pip-version-check install -q $(NEMO_GYM)
-	$(VENV)/nemo_gym/bin/python -m pip --disable-pip-version-check install -q --no-deps --ignore-requires-python nemo-gym==0.4.0
+	$(PYTHON) -m venv --without-pip $(@D)
+	$(INSTALL) $(NEMO_GYM)
+	$(INSTALL) --no-deps --ignore-requires-python nemo-gym==0.4.0
 	touch $@
 
 # trackio needs an older Pillow than ours, so its test runs it in a separate Python.
 $(VENV)/trackio/.done:
-	$(PYTHON) -m venv $(VENV)/trackio
-	$(VENV)/trackio/bin/python -m pip --disable-pip-version-check install -q trackio==0.43.0
+	$(PYTHON) -m venv --without-pip $(@D)
+	$(INSTALL) trackio==0.43.0
 	touch $@
 
 # verifiers pins other versions of mcp and openai than ours.
 $(VENV)/verifiers/.done:
-	$(PYTHON) -m venv $(VENV)/verifiers
-	$(VENV)/verifiers/bin/python -m pip --disable-pip-version-check install -q verifiers==0.4.0
+	$(PYTHON) -m venv --without-pip $(@D)
+	$(INSTALL) verifiers==0.4.0
 	touch $@
 
 # They import for seconds, and would look for garbage meanwhile; at exit they would free every object.
