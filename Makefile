@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # What is imported is compiled then; most files of most packages never are.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
-# The pip that comes with Python 3.11 takes half as long again as the newest, but does as well.
+# The pip that comes with Python 3.11 takes half as long again as the newest; it does where that cannot be had.
 NEWEST_PIP := -m pip --disable-pip-version-check install -q -U pip || true
 
 # Packages that need other versions than ours run in separate Pythons, which the tests start.
@@ -18,7 +18,7 @@ quickstart: $(VENV)/.train  ## install, then train a tool-calling policy on this
 quick: $(VENV)/.dev  ## the edit loop, under a minute: lint what changed, imports, types, quick unit tests
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/quick
 
-# Much of the time of a test is waiting: four processes on two cores.
+# Tests wait for processes that they start; four at a time keep two cores busy.
 JOBS ?= 4
 unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes would each compile the same files
 test: $(VENV)/.dev others  ## the whole test suite, in JOBS processes; the tests of a file stay together

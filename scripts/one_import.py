@@ -1,7 +1,8 @@
 """Less work for a server that tests start on a CPU: SGLang or vLLM. Imported by a .pth line at interpreter start.
 
 Each server is two or three processes, and each would import the same packages for ten seconds or more. Here they
-are forks of the first, which has imported them. Nobody may do so where CUDA is in use.
+are forks of the first, which has imported them, and looks for garbage rarely meanwhile. A process that uses CUDA
+must not be forked.
 """
 
 import gc
