@@ -278,6 +278,8 @@ class LiveDisplay(Display):
         self._notes = Notes()
         self._guard = TerminalGuard(self._from_others)
         self._own: IO[str] | None = None
+        self._printing = threading.RLock()
+        """Held while a line is printed, and while the screen is taken down: one printed then would tear it."""
 
     def __enter__(self) -> Self:
         if self.console.file in (sys.stdout, sys.stderr) and (terminal := self._guard.start()) is not None:
@@ -291,8 +293,9 @@ class LiveDisplay(Display):
     ) -> None:
         """Clear the screen's lines and give the cursor and the terminal back."""
         if self._live is not None:
-            self._live.stop()
-            self._live = None
+            with self._printing:
+                self._live.stop()
+                self._live = None
             self._guard.stop()
             if self._own is not None:
                 self.console.file.close()
@@ -303,7 +306,7 @@ class LiveDisplay(Display):
     def phase(self, name: str, total: int | None = None, done: int = 0) -> None:
         """Restart the progress bar; the last line of the previous phase stays above."""
         if self.progress.metrics:
-            self.console.print(Text(self._left_behind(), style="dim"))
+            self._print(Text(self._left_behind(), style="dim"))
         self.progress.begin(name, total, done)
 
     def within(self, doing: str, done: int = 0, total: int | None = None) -> None:
@@ -320,7 +323,7 @@ class LiveDisplay(Display):
             self._note(text)
 
     def _note(self, text: str) -> None:
-        self.console.print(Text("note: ", style="yellow").append(visible(text), style="default"))
+        self._print(Text("note: ", style="yellow").append(visible(text), style="default"))
 
     def done(self, summary: Summary) -> None:
         """Close the screen and print the summary."""
@@ -329,7 +332,11 @@ class LiveDisplay(Display):
 
     def _from_others(self, line: str) -> None:
         """What child processes and libraries print scrolls past as well."""
-        self.console.print(Text.from_ansi(line, style="dim"), soft_wrap=True)
+        self._print(Text.from_ansi(line, style="dim"), soft_wrap=True)
+
+    def _print(self, text: Text, *, soft_wrap: bool = False) -> None:
+        with self._printing:
+            self.console.print(text, soft_wrap=soft_wrap)
 
     def _left_behind(self) -> str:
         solved = self.progress.metrics.get("solved", self.progress.metrics.get("held_out"))

@@ -11,6 +11,7 @@ import pty
 import struct
 import sys
 import termios
+import threading
 from pathlib import Path
 
 import pytest
@@ -369,6 +370,31 @@ def test_what_others_print_does_not_tear_the_screen(tmp_path: Path):
     for line in ("child one", "a library"):
         at = data.index(line)
         assert data.rindex("\x1b[2K", 0, at) > data.rfind("calc", 0, at)  # the live lines were erased before
+
+
+@pytest.mark.parametrize("text", ["from a child", "a note"])
+def test_a_line_of_another_thread_at_the_end_does_not_tear_the_screen(text: str, monkeypatch: pytest.MonkeyPatch):
+    """It comes after rich has given up its place on the screen and before the screen's lines are erased."""
+    to = console(terminal=True, width=80)
+    display = LiveDisplay("calc", to, again="", clock=Clock())
+    say = display.note if text == "a note" else display._from_others
+    others: list[threading.Thread] = []
+
+    def pop_render_hook() -> None:
+        Console.pop_render_hook(to)
+        others.append(threading.Thread(target=say, args=(text,)))
+        others[0].start()
+        others[0].join(0.3)
+
+    with display:
+        display.phase("train", total=3)
+        display.step({"reward": 0.5})
+        to.print("before")
+        monkeypatch.setattr(to, "pop_render_hook", pop_render_hook)
+    others[0].join()
+    screen = Screen(80)
+    screen.feed(written(to).replace("\n", "\r\n"))  # as a terminal does
+    assert screen.lines() == ["before", "note: a note" if text == "a note" else text]
 
 
 RAY = """
