@@ -52,7 +52,7 @@ class Hostile:
     promise: str | None
     code: str
     after: After | None = None
-    wall_s: float = 3.0
+    wall_s: float = 10.0
     escapes_outside: bool = False
     """Run without a sandbox (as an ordinary program of this user) it succeeds, and harms nothing."""
 
