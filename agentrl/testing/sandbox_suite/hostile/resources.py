@@ -77,7 +77,7 @@ RESOURCES = [
                 break
             holders.discard(pid)
         escaped(holders) if len(holders) * each > order["memory_mb"] * 1.2 else print("holding:", len(holders))
-    """, wall_s=6.0, escapes_outside=True),
+    """, escapes_outside=True),
     program("memory_shm", "memory", """
         area = mmap.mmap(-1, order["memory_mb"] * 2 << 20)
         for begin in range(0, len(area), 1 << 20):
@@ -131,7 +131,7 @@ RESOURCES = [
             for i in range(order["inodes"] + 100):
                 os.close(os.open("f%d" % i, os.O_CREAT))
         attempt(fill)
-    """, wall_s=8.0),
+    """),
     program("sparse_file", None, """
         with open("sparse", "wb") as f:
             attempt(lambda: f.truncate(order["file_mb"] * 4 << 20))
