@@ -49,6 +49,9 @@ _CPU_ENVIRONMENT = {
 }
 _CPU_TOKENS = 262_144
 """Size limit of SGLang's cache in host memory, which would otherwise take most of it."""
+_CPU_SHARE = 0.3
+"""Share of host memory for weights and cache. SGLang counts what other programs take while it starts as its own, and
+does not start when that is more than this share."""
 _TAGS = {"weights": "weights", "cache": "kv_cache"}
 
 
@@ -402,7 +405,7 @@ def _command(config: EngineConfig, model: Path, gpu: int | None) -> CommandLine:
     if gpu is None:
         line += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"]
         line += ["--disable-overlap-schedule", "--max-total-tokens", str(_CPU_TOKENS)]
-        environment, share = _CPU_ENVIRONMENT, share or 0.1
+        environment, share = _CPU_ENVIRONMENT, share or _CPU_SHARE
     else:
         line += ["--device", "cuda", "--base-gpu-id", str(gpu)]
     if config.sync == "delta":
