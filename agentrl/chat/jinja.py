@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from jinja2.environment import Template
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+_OF_DICTS = frozenset(dir(dict))
+_MISSING = object()
 _BEYOND_ASCII = re.compile("[\u0080-\U000effff]")
 
 
@@ -99,6 +101,13 @@ def _environment() -> ImmutableSandboxedEnvironment:
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return jinja2.nodes.Scope(body, lineno=line)
 
-    return ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
+    class Environment(ImmutableSandboxedEnvironment):
+        """Looks up `message.role` as the sandbox does, without asking first whether a dict has such a method."""
+
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            if type(obj) is not dict or attribute in _OF_DICTS:
+                return super().getattr(obj, attribute)
+            found = obj.get(attribute, _MISSING)
+            return self.undefined(obj=obj, name=attribute) if found is _MISSING else found
+
+    return Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
