@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Sequence
+from functools import lru_cache
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -62,6 +63,7 @@ class BrowserGuard:
         return f"Pages of {origin[:200]!r} are not allowed; start the server with --cors {origin[:200]}."
 
 
+@lru_cache
 def is_loopback(name: str) -> bool:
     """Whether a host name or address means this machine."""
     if name == "localhost" or name.endswith(".localhost"):

@@ -43,6 +43,8 @@ from agentrl.serve.turns import (
 )
 from agentrl.types import Completion, Message, ToolCall
 
+_sorted_json = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode  # `dumps` makes one each time
+
 
 class Conversations:
     """The conversations of one or more clients with the policy.
@@ -106,7 +108,7 @@ class Conversations:
         """
         renderer = renderer or self.renderer
         incoming = _in_call_order(incoming)
-        offered = _digest(b"", json.dumps(list(tools), sort_keys=True, ensure_ascii=False))
+        offered = _digest(b"", _sorted_json(list(tools)))
         if renderer is not self.renderer:
             offered = _digest(offered, renderer.hash)
         chains = self._chains(incoming, offered)
@@ -164,6 +166,7 @@ class Conversations:
         if sent is None:
             calls = tuple(replace(call, id=self.call_id(number, n)) for n, call in enumerate(message.tool_calls))
             sent = Incoming(replace(message, tool_calls=calls), tuple(arguments_text(call) for call in calls))
+        form = _form(sent, {})
         turn = ServedTurn(
             number,
             branch,
@@ -176,8 +179,8 @@ class Conversations:
             prompt.matched,
             prompt.drift,
             prompt.chain,
-            _digest(prompt.chain, _form(sent, {})),
-            _digest(b"", _form(sent, {})),
+            _digest(prompt.chain, form),
+            _digest(b"", form),
             _digest(b"", _text(sent.message).strip()),
             prompt.tools,
             sent.raw_arguments,
@@ -395,7 +398,7 @@ def _form(one: Incoming, places: Mapping[str, str]) -> str:
         parts = ["tool", places.get(id, id), _text(message)]
     else:
         parts = [message.role, message.name, _text(message)]
-    return json.dumps(parts, sort_keys=True, ensure_ascii=False)
+    return _sorted_json(parts)
 
 
 def _wording(one: Incoming) -> tuple[Any, ...]:

@@ -78,6 +78,11 @@ class GenerationRequest:
     options: Mapping[str, object] = field(default_factory=dict)
     param: str = "messages"
 
+    @property
+    def held(self) -> bool:
+        """Whether the turn is held to a grammar: it must call, or answer in a format."""
+        return self.format is not None or self.choice in ("required", "named")
+
 
 @dataclass(frozen=True, slots=True)
 class Client:
@@ -211,7 +216,7 @@ class ChatService:
         if ask.top and not self.engine.capabilities.streaming:
             raise unsupported("top_logprobs", "this engine does not report alternatives")
         able = self.engine.capabilities
-        if (ask.choice not in ("required", "named") and not ask.format) or able.masks:
+        if not ask.held or able.masks:
             return
         param = "response_format" if ask.format else "tool_choice"
         if not able.structures:
@@ -223,8 +228,7 @@ class ChatService:
 
     def _scored_apart(self, ask: GenerationRequest) -> bool:
         """Whether a server scores the completion after it was sampled, which needs room for one more token."""
-        held = ask.choice in ("required", "named") or ask.format is not None
-        return held and ask.scored and not self.engine.capabilities.masks
+        return ask.held and ask.scored and not self.engine.capabilities.masks
 
     async def _prompt(self, ask: GenerationRequest, session: Conversations, renderer: Renderer) -> Prompt:
         if (count := len(ask.messages)) > self.engine.max_context:  # each takes a token or more
@@ -337,6 +341,8 @@ class Job:
             stop_ids=self.prompt.branch.renderer.stop_ids,
             seed=seed,
         )
+        if not ask.held:
+            return CompletionOptions(sampling, ask.top)
         wanted: HeldTo = {
             "tools": () if ask.choice == "none" else ask.tools,
             "forced": ask.choice in ("required", "named"),

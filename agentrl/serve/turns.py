@@ -153,7 +153,7 @@ class KnownTurns:
     answers: dict[str, Mapping[str, object]] = field(default_factory=dict)  # what clients received, by name
     items: dict[str, Mapping[str, object]] = field(default_factory=dict)  # what their answers consist of, by id
     names: dict[int, list[str]] = field(default_factory=dict)
-    ends: Counter[tuple[int, int]] = field(default_factory=Counter)  # (tokens, last id) of the turns
+    ends: dict[int, Counter[int]] = field(default_factory=dict)  # the last ids of the turns, by number of tokens
     tokens: int = 0
 
     def add(self, turn: ServedTurn) -> None:
@@ -166,7 +166,7 @@ class KnownTurns:
         self.by_words.setdefault(turn.words, []).append(turn)
         for call in turn.sent.tool_calls:
             self.by_call[call.id] = turn
-        self.ends[len(ids), int(ids[-1])] += 1
+        self.ends.setdefault(len(ids), Counter())[int(ids[-1])] += 1
         self.tokens += len(ids)
 
     def drop_oldest(self) -> ServedTurn:
@@ -183,10 +183,12 @@ class KnownTurns:
             for item in items_in(self.answers.pop(name)):
                 del self.items[item]
             del self.by_name[name]
-        end = len(ids), int(ids[-1])
-        self.ends[end] -= 1
-        if not self.ends[end]:
-            del self.ends[end]
+        last = self.ends[len(ids)]
+        last[int(ids[-1])] -= 1
+        if not last[int(ids[-1])]:
+            del last[int(ids[-1])]
+        if not last:
+            del self.ends[len(ids)]
         self.tokens -= len(ids)
         return turn
 
@@ -200,7 +202,8 @@ class KnownTurns:
     def begins(self, ids: Sequence[int], offered: bytes) -> ServedTurn | None:
         """Return the longest turn whose tokens are a proper prefix of `ids`; the newest if there are several."""
         array = np.asarray(ids)
-        ends = [count for count, id in enumerate(array[:-1].tolist(), 1) if (count, id) in self.ends]
+        counts = sorted(self.ends) if len(self.ends) < len(array) else range(1, len(array))
+        ends = [count for count in counts if count < len(array) and array[count - 1] in self.ends.get(count, ())]
         found, hashed, at = None, token_hash(offered, array[:0]), 0
         for end in ends:
             hashed.update(array[at:end].tobytes())
