@@ -342,7 +342,7 @@ def _rendered_whole(branch: Transcript, messages: Sequence[Message]) -> bool:
     prompt = renderer.render_data(data, branch.tools, generation_prompt=True)
     opening, closing = renderer.parser.think
     thinking = False
-    if opening and opening in vocabulary.unshield(prompt):  # in the generation prompt, or only in a message?
+    if opening and opening in prompt:  # in the generation prompt, or only in a message?
         said = renderer.render_data(data, branch.tools)
         tail = prompt[len(said) :]
         if not prompt.startswith(said) or next((at for at, _, _ in vocabulary.split_control(tail)), -1) != 0:

@@ -46,15 +46,20 @@ async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
     Raises:
         GoneError: the client disconnected.
     """
-    task, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone(request.receive))
+    loop, leaving = asyncio.get_running_loop(), asyncio.ensure_future(gone(request.receive))
     try:
-        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise GoneError
+        async with asyncio.timeout(None) as limit:
+            leaving.add_done_callback(end := lambda _: limit.reschedule(loop.time()))
+            try:
+                return await work
+            finally:
+                leaving.remove_done_callback(end)
+    except TimeoutError:
+        if limit.expired():
+            raise GoneError from None
+        raise
     finally:
         await _end(leaving)
-        await _end(task)
 
 
 async def _end(task: asyncio.Future[Any]) -> None:
