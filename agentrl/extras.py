@@ -11,7 +11,7 @@ DISTRIBUTION = "agentrl-train"
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "train": ("torch", "transformers", "tokenizers", "safetensors", "matplotlib"),
-    "serve": ("starlette", "uvicorn", "httptools", "prometheus_client", "llguidance"),
+    "serve": ("starlette", "uvicorn", "prometheus_client", "llguidance"),
     "ray": ("ray",),
     "lora": ("peft",),
     "docker": ("docker",),

@@ -13,17 +13,16 @@ import socket
 from collections.abc import AsyncIterator, Generator
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from agentrl.errors import ConfigError
 from agentrl.serve.api_errors import ApiError
 
 SHUTDOWN_S = 5
 """Seconds that answers may take to finish when the server stops."""
-MAX_HEAD_BYTES = 65_536
-"""Limit of a request's head, and of anything else in a request that is not its body."""
 LOOK_S = 0.05
 """How often to check whether a client that sends no more is still there."""
 MOST_LOOKS = 128
@@ -42,7 +41,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Protocol(HttpToolsProtocol):
+class _Protocol(H11Protocol):
     """One connection: request heads must arrive in time, and invalid requests are answered in our error format.
 
     Connections that idle between requests are handled by uvicorn (`timeout_keep_alive`), bodies by the
@@ -57,11 +56,6 @@ class _Protocol(HttpToolsProtocol):
         self.logger = _CLIENTS
         self._slow: asyncio.TimerHandle | None = None
         self._half_closed = False
-        self._answered: RequestResponseCycle | None = None
-        """The request that is being answered, or was last; `cycle` is the one that arrived last."""
-        self._in_head = False
-        self._unused = 0
-        """Bytes received since the last part of a request that was complete."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -71,38 +65,8 @@ class _Protocol(HttpToolsProtocol):
         self._slow = self.loop.call_later(self._head_timeout_s, self._too_slow)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
-            return
-        self._unused += len(data)
         super().data_received(data)
-        if self._unused > MAX_HEAD_BYTES:
-            text = f"The head of the request is larger than {MAX_HEAD_BYTES} bytes."
-            self._refuse(ApiError(431, text, code="head_too_large"))
         self._watch()
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._in_head = True
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:
-            super().on_header(name, value)
-        else:  # a trailer, which nobody reads
-            self._unused = 0
-
-    def on_headers_complete(self) -> None:
-        if self.parser.get_http_version() != "1.0" and sum(name == b"host" for name, _ in self.headers) != 1:
-            raise ValueError("a request needs one Host header")  # answered as any other invalid request
-        super().on_headers_complete()
-        self._in_head, self._unused = False, 0
-
-    def on_body(self, body: bytes) -> None:
-        super().on_body(body)
-        self._unused = 0
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._unused = 0
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Answer a client that has closed only its sending side, as `nc -N` and some proxies do.
@@ -110,7 +74,7 @@ class _Protocol(HttpToolsProtocol):
         A client that has closed its socket looks the same, and only what is sent to it shows the difference: hence
         an interim response, which clients skip.
         """
-        if not self._answering or self.cycle.more_body:
+        if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
             return None
         self._half_closed = True
         self._look(1)
@@ -126,38 +90,27 @@ class _Protocol(HttpToolsProtocol):
             self.transport.abort()
             return
         due = number & (number - 1) == 0 or number % MOST_LOOKS == 0  # after 1, 2, 4, ... checks
-        now = self._answered
-        if due and now is not None and not now.response_started and now.scope["http_version"] == "1.1":
+        if due and not self.cycle.response_started and self.cycle.scope["http_version"] == "1.1":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self.loop.call_later(LOOK_S, self._look, number + 1)
 
-    @property
-    def _answering(self) -> bool:
-        return self._answered is not None and not self._answered.response_complete
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._answered = cycle
-        super()._start_asgi_task(cycle, app)
-
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._half_closed and not self._answering:
+        if self._half_closed and (self.cycle is None or self.cycle.response_complete):
             self.transport.close()
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._answered is not None and self._answering:  # uvicorn tells only the request that arrived last
-            self._answered.disconnected = True
-            self._answered.message_event.set()
         self._stop_watching()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, msg, code="invalid_http"))
 
     def _watch(self) -> None:
-        rest_of_body = self.cycle is not None and self.cycle.more_body
-        if self._answering or not (self._in_head or self._unused or rest_of_body):
+        ours, theirs = self.conn.our_state, self.conn.their_state
+        half = theirs is h11.IDLE and bool(self.conn.trailing_data[0])
+        if not (half or (ours is h11.DONE and theirs is h11.SEND_BODY)):
             self._stop_watching()
         elif self._slow is None:
             self._slow = self.loop.call_later(self._head_timeout_s, self._too_slow)
@@ -170,29 +123,22 @@ class _Protocol(HttpToolsProtocol):
     def _too_slow(self) -> None:
         if self.transport.is_closing():
             return
-        if self._in_head:
+        if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
             text = f"The head of the request took longer than {self._head_timeout_s:g} s."
             self._refuse(ApiError(408, text, code="request_timeout"))
         else:
             self.transport.close()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer a request with an error without the application, and close the connection.
-
-        While an earlier request is being answered, the connection is closed after its answer instead.
-        """
-        now = self._answered
-        if now is not None and self._answering and not now.more_body:
-            now.keep_alive = False
-            self.pipeline.clear()
-            self.flow.pause_reading()
-            return
-        if now is not None and self._answering and now.response_started:
-            self.transport.close()
-            return
+        """Answer a request that never reached the application, and close the connection."""
         body = json.dumps(error.body()).encode()
-        headers = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        self.transport.write(STATUS_LINE[error.status] + headers.encode() + body)
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
 
