@@ -46,15 +46,21 @@ async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
     Raises:
         GoneError: the client disconnected.
     """
-    loop, leaving = asyncio.get_running_loop(), asyncio.ensure_future(gone(request.receive))
+    leaving = asyncio.ensure_future(gone(request.receive))
+    loop, working = asyncio.get_running_loop(), True
+
+    def left(_: asyncio.Future[None]) -> None:
+        if working:
+            limit.reschedule(loop.time())
+
     try:
         async with asyncio.timeout(None) as limit:
-            leaving.add_done_callback(end := lambda _: limit.reschedule(loop.time()))
+            leaving.add_done_callback(left)
             try:
                 return await work
             finally:
-                leaving.remove_done_callback(end)
-    except TimeoutError:
+                working = False
+    except Exception:
         if limit.expired():
             raise GoneError from None
         raise
