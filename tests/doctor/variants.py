@@ -114,7 +114,7 @@ OTHERS = (
         ("slow-server",),
         "engine.server",
         changes={"steps": 6, "rollout": {"groups_per_step": 4}},
-        inject=_make(servers, 0.0, 4.0),
+        inject=_make(servers, 0.0, 12.0),
     ),
 )
 """Faults that the public list does not have, with findings of their own."""
