@@ -157,7 +157,7 @@ class Vocabulary:
 
         Short texts are cached: the pieces of a prompt recur with every episode of its group.
         """
-        if len(text) > _REMEMBERED_LENGTH:
+        if not text or len(text) > _REMEMBERED_LENGTH:
             return self._encode_text(text)
         return list(self._encoded(text, 2 * len(text), lambda: self._encode_text(text)))
 

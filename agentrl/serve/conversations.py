@@ -111,9 +111,10 @@ class Conversations:
         offered = _digest(b"", _sorted_json(list(tools)))
         if renderer is not self.renderer:
             offered = _digest(offered, renderer.hash)
-        chains = self._chains(incoming, offered)
+        forms = _forms(incoming)
+        chains = _chains(forms, offered)
         found, at, matched = self._find(incoming, chains)
-        drift = self._drift(incoming, offered, found, at)
+        drift = self._drift(incoming, forms, offered, found, at)
         new = incoming[at + 1 :]
         if problem := next(((at + 1 + n, one.problem) for n, one in enumerate(new) if one.problem), None):
             raise UnrenderableError(*problem)
@@ -237,17 +238,6 @@ class Conversations:
 
     # -- recognition -------------------------------------------------------------------------------------------
 
-    def _chains(self, incoming: Sequence[Incoming], offered: bytes) -> list[bytes]:
-        """Return a digest of the canonical conversation up to each message."""
-        chains, chain = [], offered
-        places: dict[str, str] = {}
-        for number, one in enumerate(incoming):
-            chain = _digest(chain, _form(one, places))
-            chains.append(chain)
-            if one.message.role == "assistant":  # results refer to calls by position: some clients rename the ids
-                places |= {call.id: f"{number}/{n}" for n, call in enumerate(one.message.tool_calls)}
-        return chains
-
     def _find(
         self, incoming: Sequence[Incoming], chains: Sequence[bytes]
     ) -> tuple[ServedTurn | None, int, Matched]:
@@ -266,7 +256,12 @@ class Conversations:
         return None, -1, Matched.FORK if assistants else Matched.OPENING
 
     def _drift(
-        self, incoming: Sequence[Incoming], offered: bytes, found: ServedTurn | None, at: int
+        self,
+        incoming: Sequence[Incoming],
+        forms: Sequence[str],
+        offered: bytes,
+        found: ServedTurn | None,
+        at: int,
     ) -> tuple[EchoDifference, ...]:
         """Return what differs: the wording of the matched turn, and the origin of every assistant turn after
         it."""
@@ -276,7 +271,7 @@ class Conversations:
         for number, one in enumerate(incoming[at + 1 :], at + 1):
             if one.message.role != "assistant":
                 continue
-            form = _digest(b"", _form(one, {}))
+            form = _digest(b"", forms[number])
             words = _text(one.message).strip()
             alike = self._known.by_form.get(form, ()) if one.message.tool_calls or words else ()
             alike = alike or (self._known.by_words.get(_digest(b"", words), ()) if words else ())
@@ -380,6 +375,26 @@ def _canonical(text: str) -> Any:
     except (ValueError, RecursionError):
         return text.strip()
     return text.strip() if unsound(value) else value
+
+
+def _forms(incoming: Sequence[Incoming]) -> list[str]:
+    """Return the key of each message of a conversation."""
+    forms = []
+    places: dict[str, str] = {}
+    for number, one in enumerate(incoming):
+        forms.append(_form(one, places))
+        if one.message.role == "assistant":  # results refer to calls by position: some clients rename the ids
+            places |= {call.id: f"{number}/{n}" for n, call in enumerate(one.message.tool_calls)}
+    return forms
+
+
+def _chains(forms: Sequence[str], offered: bytes) -> list[bytes]:
+    """Return a digest of the canonical conversation up to each message."""
+    chains, chain = [], offered
+    for form in forms:
+        chain = _digest(chain, form)
+        chains.append(chain)
+    return chains
 
 
 def _form(one: Incoming, places: Mapping[str, str]) -> str:

@@ -15,12 +15,14 @@ class Metrics:
         self.requests = Counter(
             "agentrl_requests", "Requests answered.", ["route", "status"], registry=self._registry
         )
-        self.tokens = Counter(
+        tokens = Counter(
             "agentrl_tokens",
             "Tokens: of prompts, of these not computed again, and sampled.",
             ["kind"],
             registry=self._registry,
         )
+        self.prompt_tokens, self.cached_tokens = tokens.labels("prompt"), tokens.labels("cached")
+        self.sampled_tokens = tokens.labels("sampled")
         self.matched = Counter(
             "agentrl_prompts", "Prompts by how the turn that they continue was recognized.", ["matched"],
             registry=self._registry,

@@ -276,9 +276,9 @@ class Job:
             async with asyncio.TaskGroup() as group:
                 choices = [group.create_task(self._choice(index, emit)) for index in range(self.ask.n)]
             self.spoken = [choice.result() for choice in choices]
-        metrics.tokens.labels("prompt").inc(prompt_tokens)
-        metrics.tokens.labels("cached").inc(self.cached_tokens)
-        metrics.tokens.labels("sampled").inc(self.completion_tokens)
+        metrics.prompt_tokens.inc(prompt_tokens)
+        metrics.cached_tokens.inc(self.cached_tokens)
+        metrics.sampled_tokens.inc(self.completion_tokens)
         metrics.version.set(self.service.engine.policy_version)
         return self.spoken
 
