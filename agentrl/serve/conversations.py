@@ -43,7 +43,9 @@ from agentrl.serve.turns import (
 )
 from agentrl.types import Completion, Message, ToolCall
 
-_sorted_json = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode  # `dumps` makes one each time
+_sorted_json = json.JSONEncoder(
+    sort_keys=True, ensure_ascii=False
+).encode  # `json.dumps` makes a new encoder for each call
 
 
 class Conversations:
@@ -112,7 +114,7 @@ class Conversations:
         if renderer is not self.renderer:
             offered = _digest(offered, renderer.hash)
         forms = _forms(incoming)
-        chains = _chains(forms, offered)
+        chains = list(itertools.accumulate(forms, _digest, initial=offered))[1:]  # of the messages up to each
         found, at, matched = self._find(incoming, chains)
         drift = self._drift(incoming, forms, offered, found, at)
         new = incoming[at + 1 :]
@@ -386,15 +388,6 @@ def _forms(incoming: Sequence[Incoming]) -> list[str]:
         if one.message.role == "assistant":  # results refer to calls by position: some clients rename the ids
             places |= {call.id: f"{number}/{n}" for n, call in enumerate(one.message.tool_calls)}
     return forms
-
-
-def _chains(forms: Sequence[str], offered: bytes) -> list[bytes]:
-    """Return a digest of the canonical conversation up to each message."""
-    chains, chain = [], offered
-    for form in forms:
-        chain = _digest(chain, form)
-        chains.append(chain)
-    return chains
 
 
 def _form(one: Incoming, places: Mapping[str, str]) -> str:

@@ -50,7 +50,7 @@ async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
     loop, working = asyncio.get_running_loop(), True
 
     def left(_: asyncio.Future[None]) -> None:
-        if working:
+        if working:  # this may be scheduled already when the work ends
             limit.reschedule(loop.time())
 
     try:

@@ -25,10 +25,10 @@ SHUTDOWN_S = 5
 """Seconds that answers may take to finish when the server stops."""
 LOOK_S = 0.05
 """How often to check whether a client that sends no more is still there."""
-MOST_AHEAD = 1 << 16
-"""Bytes of later requests that are received while one is answered."""
 MOST_LOOKS = 128
 """Most checks between two interim responses to it: the first are close together."""
+MOST_AHEAD = 1 << 16
+"""Bytes of later requests that are received while one is answered."""
 
 
 _CLIENTS = logging.getLogger("agentrl.serve.clients")
@@ -69,7 +69,7 @@ class _Protocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) < MOST_AHEAD:
-            self.flow.resume_reading()  # which the next request pauses: then a client that leaves is not noticed
+            self.flow.resume_reading()  # the next request paused it, and then nobody notices that a client leaves
         self._watch()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]

@@ -87,7 +87,7 @@ async def _closing(engine: ServedEngine) -> AsyncIterator[ServedEngine]:
 
 
 async def _generated_during(engine: ServedEngine, update: Coroutine[Any, Any, None]) -> list[Completion]:
-    """Make an update while six requests are always in flight; return the completion of each."""
+    """Make an update while six requests are in flight at all times; return all completions."""
     done: list[Completion] = []
     over = asyncio.Event()
 
@@ -170,7 +170,7 @@ class EngineTests:
             while not task.done():
                 lengths.add(len(told))
                 await asyncio.sleep(0.001)
-            assert lengths - {0, 100}, "all tokens were told at once"
+            assert lengths - {0, 100}, "the server sent all tokens at once"
             completion = await task
             assert [(one.id, one.logprob) for one in told] == list(
                 zip(completion.ids, completion.logprobs, strict=True)

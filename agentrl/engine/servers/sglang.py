@@ -50,8 +50,8 @@ _CPU_ENVIRONMENT = {
 _CPU_TOKENS = 262_144
 """Size limit of SGLang's cache in host memory, which would otherwise take most of it."""
 _CPU_SHARE = 0.3
-"""Share of host memory for weights and cache. SGLang counts what other programs take while it starts as its own,
-and does not start when that is more than this share."""
+"""Share of host memory for weights and cache. While it starts, SGLang counts memory that other programs take as
+its own, and gives up if that is more than this share."""
 _TAGS = {"weights": "weights", "cache": "kv_cache"}
 
 
