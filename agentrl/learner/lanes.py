@@ -81,7 +81,7 @@ def _single_threads(size: int) -> ThreadPoolExecutor:
 
     def begin() -> None:
         torch.set_num_threads(1)
-        assert torch.get_num_threads() == 1  # a thread that never asked takes the number set last, anywhere
+        torch.get_num_threads()  # a thread that never asks takes the number that any thread sets last
         all_here.wait()
 
     pool = ThreadPoolExecutor(size, "agentrl-lane", initializer=begin)

@@ -272,6 +272,18 @@ async def test_closing_hands_out_what_there_is(make: Make):
         await engine.generate(PROMPT, GREEDY)
 
 
+async def test_an_engine_computes_with_its_own_number_of_threads(make: Make):
+    """In the whole process, the number that was set last holds for each thread that has not asked for it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        engine = make(threads=1)
+        assert torch.get_num_threads() == 2
+        assert await engine._call(torch.get_num_threads) == 1
+    finally:
+        torch.set_num_threads(before)
+
+
 async def test_token_logprobs_are_those_of_transformers(make: Make, models: dict[str, Path]):
     rows = [prompt(40), prompt(3, 1), [8]]
     scores = await make().token_logprobs(rows)

@@ -142,7 +142,7 @@ def test_draws_from_a_large_vocabulary_follow_the_distribution(top_k: int, top_p
 def test_every_draw_that_rounding_changes_is_unsure(
     vocabulary: int, temperature: float, top_k: int, top_p: float, min_p: float
 ):
-    count, noise = 2_000 if vocabulary == 600 else 400, 0.9 * ROUNDING
+    count, noise = 8_000 if vocabulary == 600 else 400, 0.9 * ROUNDING
     random = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(count, vocabulary, generator=random) * 2
     if temperature == 0.0:  # some nearly equal ones
@@ -150,7 +150,7 @@ def test_every_draw_that_rounding_changes_is_unsure(
     draw = draw_of(count, temperature, top_k, top_p, min_p)
     ids, _, unsure = sample(logits, draw)
     changed = torch.zeros(count, dtype=torch.bool)
-    for _ in range(10):
+    for _ in range(3):
         signs = torch.randint(0, 2, logits.shape, generator=random) * 2 - 1
         changed |= sample(logits + noise * signs, draw).ids != ids
     # The worst case: everything up to the drawn token gains, everything after it loses, or the other way around.
@@ -159,7 +159,7 @@ def test_every_draw_that_rounding_changes_is_unsure(
         changed |= sample(logits + noise * sign * (1 - 2 * after.float()), draw).ids != ids
     assert not changed[~unsure].any()
     assert changed.any()
-    assert unsure.mean() < 0.15
+    assert unsure.mean() < 0.05
 
 
 def test_few_draws_of_a_trained_policy_are_unsure():
@@ -167,6 +167,20 @@ def test_few_draws_of_a_trained_policy_are_unsure():
     logits = torch.randn(20_000, 600, generator=torch.Generator().manual_seed(1))
     logits[:, 300] += 15.0
     assert sample(logits, draw_of(20_000)).unsure.sum() < 10
+
+
+@pytest.mark.parametrize("vocabulary", [600, 5_000])
+def test_few_draws_from_equally_likely_tokens_are_unsure(vocabulary: int):
+    """There are about as many borders as the square root of the vocabulary."""
+    assert sample(torch.zeros(2_000, vocabulary), draw_of(2_000)).unsure.mean() < 0.01
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("vocabulary", [50, 65, 300, 5_000])
+def test_logits_that_are_not_finite_draw_a_token_without_a_finite_logprob(vocabulary: int, bad: float):
+    ids, logprobs, _ = sample(torch.full((64, vocabulary), bad), draw_of(64))
+    assert ids.max() < vocabulary
+    assert not torch.isfinite(logprobs).any()
 
 
 @pytest.mark.parametrize("top_k", [0, 2])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import tempfile
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,6 +19,16 @@ from tests.exam.planted import FAULTS
 from tests.exam.planted_more import FAULTS as MORE
 from tests.exam.planted_more import AnyNumber
 from tests.exam.planted_subtle import FAULTS as SUBTLE
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder_of_leftovers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Some faults are files that an env leaves behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = str(tmp_path_factory.mktemp("left"))
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -148,7 +148,7 @@ class LocalEngine(Engine):
         self._thread = threading.Thread(target=self._main, name="agentrl-local-engine", daemon=True)
         self._thread.start()
         self._counted.wait()
-        torch.set_num_threads(others)  # torch uses the engine's number in every thread that has not computed yet
+        torch.set_num_threads(others)  # else every thread that has not computed yet takes the engine's number
         _running.add(self)
 
     @classmethod
@@ -294,6 +294,7 @@ class LocalEngine(Engine):
 
     def _main(self) -> None:
         torch.set_num_threads(self._core.threads)
+        torch.get_num_threads()  # a thread that never asks takes the number that any thread sets last
         self._counted.set()
         over = EngineError("the local engine is closed")
         try:

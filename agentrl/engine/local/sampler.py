@@ -22,7 +22,7 @@ ROUNDING = 5e-5
 """Maximum difference of a float32 logit between two batches; less was measured (docs/design/local-engine.md)."""
 _LOGITS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 25}
 """Number of logits processed at a time; limits the float64 scratch to 32 MiB, on a GPU to 256 MiB."""
-_ONE_BLOCK = 4096
+_ONE_BLOCK = 64
 """From a larger vocabulary, a block of about sqrt(V) tokens is drawn first, and then one of these: there are fewer
 borders that rounding could move across the number."""
 
@@ -134,7 +134,8 @@ def _by_weight(
     chosen_BW = weights_BbW[torch.arange(count, device=weights_BV.device), block_B]
     second_B = uniforms((uniform_B * 2.0**53).astype(np.uint64), np.zeros(count, dtype=np.int64))
     index_B, unsure_too_B = _interval(chosen_BW, second_B, rounding_B)
-    return block_B * width + index_B, unsure_B | unsure_too_B
+    drawn_B = (block_B * width + index_B).clamp_(max=vocabulary - 1)  # weights that are nan lead into the padding
+    return drawn_B, unsure_B | unsure_too_B
 
 
 def _interval(
