@@ -730,7 +730,7 @@ def main() -> None:
     last = summary(results)
     if options.write:
         write(runs, results, last)
-    finish(last)
+    finish(last | {"met": None, "why": "one short run is within noise"} if options.quick else last)
 
 
 def write(

@@ -55,7 +55,8 @@ def main() -> None:
             "ratio": len(good) / len(found),
             "unit": f"seeds from at most {BEFORE} to at least {AFTER}",
             "goal": "all",
-            "met": len(good) == len(found),
+            "met": None if args.quick else len(good) == len(found),
+            **({"why": "three steps are not a quickstart"} if args.quick else {}),
         }
     )
 
