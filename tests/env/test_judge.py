@@ -319,6 +319,14 @@ async def test_a_reward_server_scores_texts(server):
             await api.score(["a", "b"])
 
 
+async def test_a_reward_server_costs_certificates_once(server, monkeypatch):
+    api = RewardApi(f"{server.url}/v1/score/evaluation")
+    server.plan = [(200, {"scores": [1.0]})] * 3
+    await api.score(["a"])
+    monkeypatch.setattr("ssl.SSLContext.load_verify_locations", None)
+    assert await api.score(["b"]) == await api.score(["c"]) == [1.0]
+
+
 async def test_any_model_can_be_the_user(server):
     server.plan = [(200, "And the price?"), (200, "BYE")]
     user = Judge(f"{server.url}/v1", "m", temperature=0.7)
