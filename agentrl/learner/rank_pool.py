@@ -8,7 +8,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
+
+from torch import Tensor
 
 from agentrl.errors import AgentRLError, ConfigError, WorkerLost
 from agentrl.garbage import collect_rarely
@@ -200,7 +202,10 @@ class RankWorker:
 
     def call(self, function: Callable[[Any, Part], Result], part: Part) -> Result:
         """Call a function with this rank, which it was written for (`Ranks.start` checks that), and its part."""
-        return function(self._held, part)
+        found = function(self._held, part)
+        if isinstance(found, dict):  # unpickled elsewhere, a tensor on a GPU takes memory of the first one there
+            found = cast(Result, {k: v.cpu() if isinstance(v, Tensor) else v for k, v in found.items()})
+        return found
 
     def leave(self) -> None:
         """Leave the other ranks; idempotent."""

@@ -147,6 +147,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def collected(tensor: Tensor, world: World) -> Tensor:
+    """A full tensor where many of them can be kept: in host memory, if shards were gathered for it."""
+    return tensor if world.mesh is None else tensor.to("cpu")
+
+
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """This rank's rows of a tensor, and the first of them in the full tensor."""
     tensor = tensor.detach()

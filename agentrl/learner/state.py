@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from agentrl.errors import CheckpointError
 from agentrl.learner.optimizer import SCALE, CompactAdamW, loaded
-from agentrl.learner.shard import World, local_rows, settle, whole
+from agentrl.learner.shard import World, collected, local_rows, settle, whole
 
 NOTE = "learner.json"
 
@@ -77,14 +77,17 @@ def copy_state(
 
 
 def whole_weights(model: nn.Module, world: World) -> dict[str, Tensor]:
-    """All parameters and saved buffers, each once, without shards; on rank 0 only, though every rank must ask."""
+    """All parameters and saved buffers, each once, without shards; on rank 0 only, though every rank must ask.
+
+    They are gathered one after another, into host memory: a GPU that holds a shard has no room for all of them.
+    """
     found = {}
     saved = model.state_dict().keys()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in saved:
             value = whole(tensor)
             if world.rank == 0:
-                found[name] = value
+                found[name] = collected(value, world)
     return found
 
 

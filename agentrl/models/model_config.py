@@ -19,11 +19,18 @@ def refuse_config(config: PretrainedConfig, where: str) -> None:
     """Reject models that cannot work, judging by their config.
 
     Raises:
-        ConfigError: the model has an encoder, or rotary embeddings that change with the length of a batch.
+        ConfigError: the model has an encoder, quantized weights, or rotary embeddings that change with the length
+            of a batch.
     """
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(f"{where}: {kind} is an encoder-decoder model; agentrl trains decoders only")
+    if quantized := getattr(config, "quantization_config", None):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        raise ConfigError(
+            f"{where}: the weights are quantized ({method or 'quantization_config in config.json'}), and agentrl "
+            "computes with the original ones: use the model that they were made from"
+        )
     for section in config_sections(config):
         for rope in _rope_kinds(section.get("rope_parameters") or section.get("rope_scaling")):
             if rope in ("dynamic", "longrope", "su"):

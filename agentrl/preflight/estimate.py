@@ -127,6 +127,12 @@ def size(number: int) -> str:
     value = float(number)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
-            return f"{value:.3g} {unit}" if unit != "B" else f"{number} B"
+            return (
+                f"{number} B"
+                if unit == "B"
+                else f"{value:.3g} {unit}"
+                if value < 999.5
+                else f"{value:,.0f} {unit}"
+            )
         value /= 1024
     return f"{value:.3g} TiB" if value >= 1 else f"{number} B"

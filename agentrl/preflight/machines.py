@@ -90,7 +90,7 @@ def machine_of(text: str, nodes: int = 1) -> Machine:
     Raises:
         ConfigError: there is no such card, or no GPU.
     """
-    match = re.fullmatch(r"(?:(\d{1,5})\s*[x*×]\s*)?([A-Za-z][\w-]*)", text.strip())
+    match = re.fullmatch(r"(?:([0-9]{1,5})\s*[x*×]\s*)?([A-Za-z][\w-]*)", text.strip())
     if match is None or (match[1] is not None and int(match[1]) == 0) or nodes < 1:
         raise ConfigError(f"--gpus {text}: write NUMBERxCARD, such as 8xH100-80GB")
     wanted = match[2].lower().replace("_", "-")

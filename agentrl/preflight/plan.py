@@ -16,6 +16,7 @@ from agentrl.preflight.placement import attention_there, placement
 from agentrl.preflight.predict import predict
 from agentrl.preflight.rules import findings
 from agentrl.preflight.shape import BFLOAT16, FLOAT32, ModelShape, classifier_parameters
+from agentrl.trainer.room import longest_episode
 
 GIB = 2**30
 
@@ -60,7 +61,9 @@ def make_plan(
     plan = Plan(
         *(shape, batch, where, attention, phases, per_token, kv, checkpoint, kept * checkpoint, memory, here, []),
         machine=machine,
-        prediction=None if machine is None else predict(config, shape, batch, machine),
+        prediction=None
+        if machine is None
+        else predict(config, shape, batch, machine, _critic_shape(config, shape)),
     )
     plan.findings.extend(findings(config, plan, gpu))
     return plan
@@ -110,10 +113,9 @@ def arithmetic(config: RunConfig) -> Arithmetic:
 
 def kv_tokens(config: RunConfig, shape: ModelShape) -> int:
     """Tokens in the KV cache of all engines when every slot is full."""
-    rollout = config.rollout
     slots = config.engine.max_slots * _replicas(config)
-    playing = rollout.groups_per_step * rollout.group_size * (1 + rollout.max_staleness)
-    return min(slots, playing) * min(rollout.token_budget, shape.max_context)
+    playing = config.episodes_per_step * (1 + config.rollout.max_staleness)
+    return min(slots, playing) * min(longest_episode(config), shape.max_context)
 
 
 def _server_cache(config: RunConfig, shape: ModelShape, each: int, memory: int) -> int:
@@ -157,7 +159,14 @@ def _rollout(config: RunConfig, shape: ModelShape, kv: int, gpu: bool) -> Phase:
     """Memory of one engine."""
     each = BFLOAT16 if config.engine.resolved_dtype == "bfloat16" else FLOAT32
     split = config.engine.server.tensor_parallel
-    parts = {"weights": shape.parameters * each // split, "KV cache": kv // _replicas(config) // split}
+    # A GPU has whole heads of keys and values, so more GPUs than heads have copies.
+    parts = {
+        "weights": shape.parameters * each // split,
+        "KV cache": kv // _replicas(config) // min(split, shape.kv_heads),
+    }
+    if config.engine.server.sleep and config.learner_on_ray and not config.learner.cpu_offload:
+        held = FLOAT32 * (shape.parameters + (_trained(config, shape) if config.learner.lora else 0))
+        parts["learner's shard"] = (held + _moments(config, shape)) // config.learner.ranks
     where = (
         "the process of the run" if not config.engine.on_servers else f"each {'GPU of a ' if gpu else ''}server"
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from agentrl.preflight.estimate import Phase, Plan, size
 from agentrl.preflight.machines import Machine
-from agentrl.preflight.predict import DECODE_SHARE, FILLED, MFU, SMALL_MFU, Prediction
+from agentrl.preflight.predict import DECODE_SHARE, FILLED, HOST, MFU, SMALL_MFU, Prediction
 
 
 def lines(plan: Plan) -> Sequence[str]:
@@ -46,8 +46,8 @@ def _predicted(machine: Machine, found: Prediction) -> list[str]:
         f"predicted   {found.together:.0f} s per step: rollout {found.rollout:.0f} s, update {found.update:.0f} s,"
         f" weights {found.publish:.1f} s; ${found.dollars:.2f} per step",
         f"            assumes decoding at {DECODE_SHARE:.0%} of the memory bandwidth, an MFU of {MFU:.0%} "
-        f"({SMALL_MFU:.0%} below 2 B parameters), episodes that fill {FILLED:.0%} of their limits, and no time in "
-        "tools",
+        f"({SMALL_MFU:.0%} below 2 B parameters), episodes that fill {FILLED:.0%} of their limits, "
+        f"{HOST / 1e9:.0f} GB/s through host memory, and no time in tools",
         f"            saves most: {found.knob}",
     ]
 

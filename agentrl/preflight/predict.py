@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from agentrl.config.run import RunConfig
 from agentrl.preflight.estimate import Arithmetic
 from agentrl.preflight.machines import Machine
-from agentrl.preflight.shape import BFLOAT16, ModelShape
+from agentrl.preflight.shape import BFLOAT16, FLOAT32, ModelShape
+from agentrl.trainer.room import longest_episode
 
 DECODE_SHARE = 0.6
 """Share of the memory bandwidth that decoding reaches."""
@@ -21,6 +22,10 @@ FILLED = 0.5
 """Share of the token limits that episodes fill on average."""
 DISK = 2e9
 """Bytes per second of a folder that run and servers share."""
+HOST = 3e9
+"""Bytes per second of weights through host memory: from a rank to the run, and in requests to servers."""
+CHANGED = 0.03
+"""Share of the bytes of an update that `engine.sync: delta` sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +49,16 @@ class Prediction:
     knob: str
 
 
-def predict(config: RunConfig, shape: ModelShape, batch: Arithmetic, machine: Machine) -> Prediction:
-    """Predict a step; the shares above are assumptions, stated with the result."""
+def predict(
+    config: RunConfig, shape: ModelShape, batch: Arithmetic, machine: Machine, critic: ModelShape | None = None
+) -> Prediction:
+    """Predict a step; the shares above are assumptions, stated with the result.
+
+    Args:
+        critic: its size, if the run has one.
+    """
     rollout = _rollout(config, shape, batch, machine)
-    update = _update(config, shape, batch, machine)
+    update = _update(config, shape, critic, batch, machine)
     publish = _publish(config, shape, machine)
     overlap = config.rollout.max_staleness > 0
     together = (max(rollout, update) if overlap else rollout + update) + publish
@@ -66,36 +77,44 @@ def _engine_gpus(config: RunConfig) -> tuple[int, int]:
 def _rollout(config: RunConfig, shape: ModelShape, batch: Arithmetic, machine: Machine) -> float:
     """Completions are decoded token by token, all slots at once; prompts and observations are read in parallel."""
     engines, split = _engine_gpus(config)
-    card, rollout = machine.card, config.rollout
+    card, views = machine.card, [view.rollout for view in config.by_env.values()]
     at_once = min(math.ceil(batch.episodes / engines), config.engine.max_slots)
     waves = math.ceil(batch.episodes / engines / at_once)
-    context = FILLED * min(rollout.token_budget, shape.max_context)
-    weights = _active(shape) * BFLOAT16
-    read = weights + at_once * context / 2 * shape.kv_bytes_per_token(BFLOAT16)
+    context = FILLED * min(longest_episode(config), shape.max_context)
+    read = shape.touched(at_once) * BFLOAT16 + at_once * context / 2 * shape.kv_bytes_per_token(BFLOAT16)
     by_memory = read / (card.bandwidth * DECODE_SHARE * split)
-    by_operations = 2 * _active(shape) * at_once / (card.flops * PREFILL_SHARE * split)
-    longest = FILLED * min(rollout.max_turns * rollout.max_tokens, rollout.token_budget)
+    by_operations = 2 * shape.active * at_once / (card.flops * PREFILL_SHARE * split)
+    longest = FILLED * max(min(view.max_turns * view.max_tokens, view.token_budget) for view in views)
     decoding = waves * longest * max(by_memory, by_operations)
     prompts = FILLED * max(batch.tokens - batch.sampled_tokens, 0) / engines
-    return decoding + 2 * _active(shape) * prompts / (card.flops * PREFILL_SHARE * split)
+    return decoding + 2 * shape.active * prompts / (card.flops * PREFILL_SHARE * split)
 
 
-def _update(config: RunConfig, shape: ModelShape, batch: Arithmetic, machine: Machine) -> float:
+def _update(
+    config: RunConfig, shape: ModelShape, critic: ModelShape | None, batch: Arithmetic, machine: Machine
+) -> float:
+    """Each model on its ranks; the policy waits for those that have ranks of their own."""
     algorithm, learner = config.algorithm, config.learner
-    tokens = FILLED * batch.tokens
-    forward = (
-        2 * _active(shape) + 2 * shape.layers * FILLED * config.rollout.token_budget * shape.heads * shape.head_dim
-    )
-    passes = 3.0 if learner.lora is None else 2.0  # forward, and backward for inputs and weights
-    passes += 1.0 if learner.checkpoint_activations else 0.0
-    passes *= algorithm.epochs
-    passes += 1.0 if algorithm.kl.coef > 0 and not learner.reference_ranks else 0.0
+    again = 1.0 if learner.checkpoint_activations else 0.0
+    passes = algorithm.epochs * ((3.0 if learner.lora is None else 2.0) + again)  # forward; backward of both kinds
     passes += 1.0 if algorithm.updates_per_step * algorithm.epochs > 1 else 0.0
-    passes += 3.0 if config.critic is not None and not config.critic.ranks else 0.0
+    found = _passes(config, shape, batch, machine, passes, learner.ranks)
+    if algorithm.kl.coef > 0:
+        found += _passes(config, shape, batch, machine, 1.0, learner.reference_ranks or learner.ranks)
+    if config.critic is not None and critic is not None:
+        passes = 1.0 + algorithm.epochs * (3.0 + again)  # its values first
+        found += _passes(config, critic, batch, machine, passes, config.critic.ranks or learner.ranks)
+    return found
+
+
+def _passes(
+    config: RunConfig, shape: ModelShape, batch: Arithmetic, machine: Machine, passes: float, ranks: int
+) -> float:
+    """Seconds of so many passes over the tokens of a step."""
+    forward = 2 * shape.active + 2 * shape.layers * FILLED * longest_episode(config) * shape.heads * shape.head_dim
     mfu = SMALL_MFU if shape.parameters < SMALL else MFU
-    ranks = min(learner.ranks, machine.total)
-    speed = machine.card.flops * mfu / (1 if learner.precision == "bfloat16" else 8)
-    return passes * forward * tokens / (speed * ranks)
+    speed = machine.card.flops * mfu / (1 if config.learner.precision == "bfloat16" else 8)
+    return passes * forward * FILLED * batch.tokens / (speed * min(ranks, machine.total))
 
 
 def _publish(config: RunConfig, shape: ModelShape, machine: Machine) -> float:
@@ -105,14 +124,15 @@ def _publish(config: RunConfig, shape: ModelShape, machine: Machine) -> float:
     sent = BFLOAT16 * (shape.lora_parameters(lora.rank, lora.targets) if adapter and lora else shape.parameters)
     if not config.engine.on_servers:
         return sent / (machine.card.bandwidth / 4)
-    if config.engine.resolved_sync in ("disk", "lora"):
-        return sent * (1 + engines) / DISK
-    return sent * engines / (machine.link * 0.5 * split)
-
-
-def _active(shape: ModelShape) -> int:
-    """Parameters that a token passes through."""
-    return shape.active or shape.parameters
+    gathered = FLOAT32 * shape.parameters / HOST if config.learner_on_ray and not adapter else 0.0
+    sync = config.engine.resolved_sync
+    if sync in ("disk", "lora"):
+        return gathered + sent * (1 + engines) / DISK
+    by_value = config.learner_on_ray or config.engine.server.launch == "ray" or bool(config.engine.server.urls)
+    if sync in ("tensor", "delta") and by_value:
+        changed = CHANGED + (1 - CHANGED) / config.engine.server.full_every if sync == "delta" else 1.0
+        return gathered + changed * sent * engines / HOST
+    return gathered + sent * engines / (machine.link * 0.5 * split)
 
 
 def _knob(config: RunConfig, rollout: float, update: float, publish: float) -> str:
@@ -123,9 +143,9 @@ def _knob(config: RunConfig, rollout: float, update: float, publish: float) -> s
         slow = config.learner.precision == "float32"
         return "learner.precision: bfloat16" if slow else "learner.ranks (more GPUs for the update)"
     if most == "publish":
-        return (
-            "engine.sync: broadcast or tensor"
-            if config.engine.resolved_sync == "disk"
-            else "engine.server.replicas"
-        )
+        if not config.engine.on_servers:
+            return "engine.kind: sglang"
+        sync = config.engine.resolved_sync
+        faster = {"disk": "broadcast, tensor or delta", "tensor": "broadcast or delta", "broadcast": "delta"}
+        return f"engine.sync: {faster[sync]}" if sync in faster else "engine.server.replicas (fewer)"
     return "engine.server.replicas (more GPUs for sampling)" if config.engine.on_servers else "engine.kind: sglang"

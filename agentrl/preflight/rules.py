@@ -11,7 +11,8 @@ from agentrl.errors import ConfigError
 from agentrl.gpu import gpus_here
 from agentrl.learner.attention.kind import choose_attention
 from agentrl.preflight.estimate import Phase, Plan, PlanFinding, disk_free, own_devices, size
-from agentrl.trainer.room import room_for
+from agentrl.preflight.machines import Machine
+from agentrl.trainer.room import longest_episode, room_for
 
 Rule = Callable[[RunConfig, Plan, bool], Iterator[PlanFinding]]
 BILLION = 1_000_000_000
@@ -67,7 +68,7 @@ def _relief(phase: Phase, name: str, config: RunConfig) -> str:
 
 def one_episode(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL02: an episode is larger than a micro-batch, which is never cut."""
-    budget, room = config.rollout.token_budget, config.learner.micro_batch_tokens
+    budget, room = longest_episode(config), config.learner.micro_batch_tokens
     if min(budget, plan.model.max_context) > room:
         text = f"an episode may have {budget:,} tokens, a micro-batch takes {room:,}"
         yield PlanFinding("PL02", "error", text, room_for(config, min(budget, plan.model.max_context)))
@@ -75,7 +76,7 @@ def one_episode(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFindin
 
 def context(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL03: episodes that the model's context cuts."""
-    budget, limit = config.rollout.token_budget, plan.model.max_context
+    budget, limit = longest_episode(config), plan.model.max_context
     if budget > limit:
         text = f"rollout.token_budget is {budget:,}, the model's context {limit:,}: episodes end there"
         yield PlanFinding("PL03", "warning", text, f"lower rollout.token_budget to {limit}, or take another model")
@@ -83,12 +84,14 @@ def context(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
 
 def turns(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL04: the budget of the episode leaves less than a turn, prompt and observations not counted."""
-    rollout = config.rollout
-    wanted = rollout.max_turns * rollout.max_tokens
-    if wanted > rollout.token_budget:
+    for name, view in config.by_env.items():
+        rollout, where = view.rollout, f"{name}: " if name else ""
+        wanted = rollout.max_turns * rollout.max_tokens
+        if wanted <= rollout.token_budget:
+            continue
         level = "warning" if rollout.max_tokens >= rollout.token_budget else "note"
         text = (
-            f"{rollout.max_turns} turns of {rollout.max_tokens} tokens are {wanted:,}, more than "
+            f"{where}{rollout.max_turns} turns of {rollout.max_tokens} tokens are {wanted:,}, more than "
             f"rollout.token_budget = {rollout.token_budget:,} with prompt and observations: long episodes are cut"
         )
         yield PlanFinding("PL04", level, text, "raise rollout.token_budget, or see the limits in `agentrl show`")
@@ -134,10 +137,13 @@ def reference(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]
 
 def waves(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL08: larger steps stress the engine before the learner."""
-    slots = max(1, plan.kv_bytes // max(1, plan.kv_bytes_per_token * config.rollout.token_budget))
-    if plan.batch.episodes > 4 * slots:
+    slots = plan.kv_bytes // max(1, plan.kv_bytes_per_token * min(longest_episode(config), plan.model.max_context))
+    if slots and plan.batch.episodes > 4 * slots:
         times = plan.batch.episodes / slots
-        text = f"{plan.batch.episodes:,} episodes share {slots} slots: they are played in {times:.0f} waves"
+        text = (
+            f"{plan.batch.episodes:,} episodes, if all are as long as they may be, share {slots} slots: they are "
+            f"played in {times:.0f} waves"
+        )
         yield PlanFinding("PL08", "warning", text, "raise engine.max_slots or engine.server.replicas")
 
 
@@ -270,13 +276,16 @@ def devices(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
 
 
 def named_machine(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
-    """PL17: more GPUs than the named machine has, GPUs without work, or a server across nodes."""
+    """PL17: more GPUs than the machine has, GPUs without work, two models on one, or a server across nodes."""
     if plan.machine is None:
         return
     engine, server, total = config.engine, config.engine.server, plan.machine.total
-    learner = sum(own_devices(config, gpu).values()) or 1
+    learner = sum(own_devices(config, gpu).values()) + (0 if config.learner_on_ray else 1)
     started = engine.on_servers and not server.urls
     serving = server.replicas * server.tensor_parallel if started else 0
+    if config.learner_on_ray and not engine.on_servers and not engine.own:
+        serving = 1  # in the process of the run, beside the ranks
+    yield from _shared_gpus(config, plan.machine)
     needed = max(learner, serving) if server.sleep else learner + serving
     if needed > total:
         text = (
@@ -292,6 +301,55 @@ def named_machine(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFind
         yield PlanFinding("PL17", "warning", text, "lower engine.server.tensor_parallel to what a node has")
 
 
+def _shared_gpus(config: RunConfig, machine: Machine) -> Iterator[PlanFinding]:
+    """GPUs by number that are not there, and servers on the learner's."""
+    learner, engine, server = config.learner, config.engine, config.engine.server
+    numbered = {"learner.device": learner.device, "engine.device": engine.device}
+    for key, device in numbered.items():
+        if int(device.partition(":")[2] or 0) >= machine.gpus:
+            text = f"{key} is {device}, and a node has {machine.gpus} GPUs"
+            yield PlanFinding("PL17", "error", text, f"set {key} to one of cuda:0 to cuda:{machine.gpus - 1}")
+    if (
+        not engine.on_servers
+        or server.urls
+        or server.sleep
+        or server.launch == "ray"
+        or "cpu" in numbered.values()
+    ):
+        return
+    first = int(engine.device.partition(":")[2] or 0)
+    served = range(first, first + server.replicas * server.tensor_parallel)
+    if config.learner_on_ray and config.ray is None:
+        text = f"servers start on GPUs {served[0]} to {served[-1]}, which Ray may also give to the learner's ranks"
+        yield PlanFinding("PL17", "error", text, "set engine.server.launch to ray")
+    elif not config.learner_on_ray and (own := int(learner.device.partition(":")[2] or 0)) in served:
+        text = f"the learner and a server are both on cuda:{own}"
+        fix = f"set engine.device to cuda:{own + 1}, or engine.server.sleep so that they take turns"
+        yield PlanFinding("PL17", "error", text, fix)
+
+
+def server_fits(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
+    """PL19: a server that cannot start."""
+    engine, server = config.engine, config.engine.server
+    if not engine.on_servers or server.urls:
+        return
+    model, split = plan.model, server.tensor_parallel
+    if model.heads % split or (model.kv_heads % split and split % model.kv_heads):
+        text = (
+            f"engine.server.tensor_parallel is {split}, and the model has {model.heads} heads for queries and "
+            f"{model.kv_heads} for keys and values, which cannot be divided evenly"
+        )
+        yield PlanFinding("PL19", "error", text, f"choose a divisor of {model.heads}")
+    episode = plan.kv_bytes_per_token * min(longest_episode(config), model.max_context)
+    if gpu and plan.memory_bytes is not None and plan.kv_bytes < episode:
+        text = (
+            f"the weights leave {size(plan.kv_bytes)} of the servers' memory to their caches, and one episode may "
+            f"need {size(episode)}"
+        )
+        fix = "raise engine.server.gpu_memory_utilization or tensor_parallel, or lower rollout.token_budget"
+        yield PlanFinding("PL19", "error", text, fix)
+
+
 def state_layers(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL18: layers that carry a state along the row."""
     if not plan.model.state_layers:
@@ -305,6 +363,5 @@ def state_layers(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFindi
 
 RULES: tuple[Rule, ...] = (
     memory, one_episode, context, turns, division, double_kl, reference, waves, bypass, learning_rate, precision,
-    disk, critic, signal, attention, devices, named_machine,
-    state_layers,
+    disk, critic, signal, attention, devices, named_machine, server_fits, state_layers,
 )  # fmt: skip

@@ -39,8 +39,10 @@ class ModelShape:
     vocab: int
     max_context: int
     linear: tuple[tuple[str, int, int], ...] = ()
-    active: int = 0
-    """Parameters that each token passes through, if a router chooses experts; 0 for all."""
+    routed: int = 0
+    """Parameters of the experts that a router chooses from."""
+    experts: tuple[int, int] = (1, 1)
+    """How many experts a token passes through, and of how many."""
     state_layers: tuple[str, ...] = ()
     """The kinds of its layers that carry a state along the row, so that the learner cannot pack rows."""
 
@@ -84,15 +86,19 @@ class ModelShape:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from agentrl.models.model_config import state_layers
+        from agentrl.models.model_config import refuse_config, state_layers
 
+        refuse_config(config, where)
         auto: Any = AutoModelForCausalLM
+        text = config.get_text_config()
+        for key in _AT_LEAST_ONE:
+            if isinstance(size := getattr(text, key, None), int) and size < 1:
+                raise ConfigError(f"{where}: config.json says {key}: {size}; it must be at least 1")
         try:
             with torch.device("meta"):  # shapes without storage
                 model = auto.from_config(config)
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as e:
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ArithmeticError) as e:
             raise ConfigError(f"{where}: not a causal language model that can be planned: {str(e)[:300]}") from e
-        text = config.get_text_config()
         heads = int(getattr(text, "num_attention_heads", 1))  # a state-space model has none
         blocks = {name: p.numel() for name, p in model.named_parameters() if ".layers." in name}
         total = sum(p.numel() for p in model.parameters())
@@ -114,9 +120,20 @@ class ModelShape:
             vocab=int(text.vocab_size),
             max_context=int(getattr(text, "max_position_embeddings", 2**31)),
             linear=linear,
-            active=_active(text, total, blocks),
+            routed=_routed(text, blocks),
+            experts=_experts(text),
             state_layers=tuple(state_layers(config)),
         )
+
+    @property
+    def active(self) -> int:
+        """Parameters that each token passes through."""
+        return self.touched(1)
+
+    def touched(self, tokens: int) -> int:
+        """Parameters that so many tokens pass through together, if each chooses its experts by chance."""
+        chosen, of = self.experts
+        return self.parameters - round(self.routed * (1 - chosen / of) ** tokens)
 
     @property
     def block(self) -> int:
@@ -165,6 +182,9 @@ class ModelShape:
         )
 
 
+_AT_LEAST_ONE = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+)  # fmt: skip
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")
 """Families that are counted by arithmetic: transformers, which counts all others, takes seconds to import."""
 
@@ -268,14 +288,17 @@ def _size(value: object) -> int:
     return value if type(value) is int and value > 0 else 0
 
 
-def _active(text: Any, total: int, blocks: Mapping[str, int]) -> int:
-    """Parameters that a token passes through in a model whose router chooses experts; 0 without one."""
-    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+def _experts(text: Any) -> tuple[int, int]:
+    """How many experts the router chooses, and of how many; (1, 1) without one."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((found for name in names if (found := getattr(text, name, None))), None)
     chosen = getattr(text, "num_experts_per_tok", None)
-    if not experts or not chosen:
-        return 0
-    routed = sum(number for name, number in blocks.items() if ".experts." in name)
-    return total - routed + routed * int(chosen) // int(experts)
+    return (min(int(chosen), int(experts)), int(experts)) if experts and chosen else (1, 1)
+
+
+def _routed(text: Any, blocks: Mapping[str, int]) -> int:
+    """Parameters of the experts that a router chooses from."""
+    return sum(n for name, n in blocks.items() if ".experts." in name) if _experts(text) != (1, 1) else 0
 
 
 def classifier_parameters(directory: Path) -> int:
@@ -292,7 +315,7 @@ def classifier_parameters(directory: Path) -> int:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         with torch.device("meta"):  # shapes without storage
             model = auto.from_config(config)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as e:
         raise ConfigError(
             f"reward_model.path {directory}: not a classifier that can be planned: {str(e)[:300]}"
         ) from e

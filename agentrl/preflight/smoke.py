@@ -47,6 +47,7 @@ SMALL: dict[str, Any] = {
     "linear_value_head_dim": 8,
 }
 """Sizes of a tiny model; of an architecture only those that its configuration has are set."""
+SMALL_ROLLOUT = {"group_size": 2, "max_turns": 2, "max_tokens": 16, "token_budget": 4096}
 _EXPERTS = re.compile(r"-A\d+B")
 """What names of models with experts say: parameters in total, and active ones."""
 
@@ -88,10 +89,7 @@ def _changes(given: RunConfig) -> list[str]:
         "steps": STEPS,
         "ray": None,
         "rollout.groups_per_step": min(2, rollout.groups_per_step),
-        "rollout.group_size": min(2, rollout.group_size),
-        "rollout.max_turns": min(2, rollout.max_turns),
-        "rollout.max_tokens": min(16, rollout.max_tokens),
-        "rollout.token_budget": min(4096, rollout.token_budget),
+        **{f"rollout.{key}": min(most, getattr(rollout, key)) for key, most in SMALL_ROLLOUT.items()},
         "rollout.workers": None,
         "learner.device": "cpu",
         "learner.precision": None,
@@ -110,8 +108,17 @@ def _changes(given: RunConfig) -> list[str]:
         found |= {"engine": None, "engine.device": "cpu"}
     elif not given.engine.own:
         found |= {"engine.device": "cpu", "engine.dtype": None, "engine.cuda_graphs": None}
+    if given.algorithm.updates_per_step > 1:
+        episodes = found["rollout.groups_per_step"] * found["rollout.group_size"]
+        found["algorithm.updates_per_step"] = min(episodes, given.algorithm.updates_per_step)
     if given.critic is not None:
-        found["critic.ranks"] = None
+        found |= {"critic.ranks": None, "critic.path": None}  # it begins as a copy of the tiny policy
+    for name, env in given.envs.items():
+        for key in SMALL_ROLLOUT.keys() & env.rollout.model_fields_set:
+            if (own := getattr(env.rollout, key)) is not None:
+                small = min(SMALL_ROLLOUT[key], own)
+                same = small == found[f"rollout.{key}"]  # a key that changes nothing is an error
+                found[f"envs.{name}.rollout.{key}"] = None if same else small
     if given.warmup is not None:
         found |= {"warmup.num": 8, "warmup.max_epochs": 1, "warmup.until_pass": None, "warmup.at_least": 0.0}
     return [f"{key}={'null' if value is None else value}" for key, value in found.items()]

@@ -10,7 +10,7 @@ from agentrl.config.run import RunConfig
 
 def too_long(config: RunConfig) -> str:
     """The error if an episode, which is never cut, may be larger than a micro-batch; else empty."""
-    budget, room = config.rollout.token_budget, config.learner.micro_batch_tokens
+    budget, room = longest_episode(config), config.learner.micro_batch_tokens
     if min(budget, _context(config) or budget) <= room:
         return ""
     return (
@@ -18,6 +18,11 @@ def too_long(config: RunConfig) -> str:
         "(learner.tokens_per_micro_batch x learner.sequence_ranks), and episodes are never cut: "
         f"{room_for(config, budget)}"
     )
+
+
+def longest_episode(config: RunConfig) -> int:
+    """Maximum number of tokens of an episode, of whichever env."""
+    return max(view.rollout.token_budget for view in config.by_env.values())
 
 
 def room_for(config: RunConfig, tokens: int) -> str:

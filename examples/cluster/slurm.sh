@@ -9,8 +9,10 @@
 # sbatch examples/cluster/slurm.sh configs/qwen3-30b-a3b-16gpu.yaml --set model.path=/models/Qwen3-30B-A3B
 # A requeued job resumes from its newest checkpoint: the command is the same.
 set -euo pipefail
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # which srun does not take over from the job since Slurm 22.05
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-head=$(srun --nodes=1 --ntasks=1 -w "${nodes[0]}" hostname --ip-address | awk '{print $1}')
+# The first address that other nodes can reach: --ip-address may answer with one of the loopback device.
+head=$(srun --nodes=1 --ntasks=1 -w "${nodes[0]}" hostname --all-ip-addresses | awk '{print $1}')
 port=6379
 srun --nodes=1 --ntasks=1 -w "${nodes[0]}" ray start --head --node-ip-address="$head" --port=$port --block &
 sleep 20

@@ -203,3 +203,113 @@ def test_names_of_machines():
     for wrong in (["--nodes", "2"], ["--gpus", "H100", "--memory", "80"]):
         result = CliRunner().invoke(app, ["plan", str(ROOT / "examples/calculator/tools.yaml"), *wrong])
         assert result.exit_code != 0
+
+
+def planned(tmp_path: Path, recipe: str, model: str, gpus: str, *settings: str) -> Any:
+    """The plan of a recipe, and whether the command failed."""
+    path = folder(tmp_path / "model", model)
+    overrides = [part for one in (f"model.path={path}", *settings) for part in ("--set", one)]
+    result = CliRunner().invoke(
+        app, ["plan", str(ROOT / f"configs/{recipe}.yaml"), "--gpus", gpus, "--json", *overrides]
+    )
+    assert result.exit_code in (0, 2), result.exception
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "gpus", "settings", "code", "said"),
+    [
+        ("qwen3-0.6b-sglang", "0.6b", "2xH100", ["engine.device=cuda:0"], "PL17", "are both on cuda:0"),
+        ("qwen3-0.6b-sglang", "0.6b", "2xH100", ["engine.device=auto"], "PL17", "are both on cuda:0"),
+        ("qwen3-0.6b-sglang", "0.6b", "2xH100", ["engine.device=cuda:7"], "PL17", "a node has 2 GPUs"),
+        ("qwen3-8b-8gpu", "8b", "8xH100", ["engine.server.launch=process"], "PL17", "which Ray may also give"),
+        (
+            *("qwen3-8b-8gpu", "8b", "8xH100"),
+            ["engine.kind=local", "engine.sync=null", "engine.server=null", "learner.ranks=8"],
+            *("PL17", "needs 9 GPUs"),
+        ),
+        ("qwen3-8b-8gpu", "8b", "16xH100", ["engine.server.tensor_parallel=3"], "PL19", "32 heads"),
+        (
+            "qwen3-8b-8gpu",
+            "8b",
+            "8xH100",
+            ["engine.server.gpu_memory_utilization=0.15"],
+            "PL19",
+            "one episode may need",
+        ),
+        (
+            *("qwen3-8b-131k-8gpu", "8b-131k", "8xH100"),
+            ["engine.server.gpu_memory_utilization=0.88"],
+            *("PL01", "rollout needs 81"),
+        ),
+    ],
+)
+def test_what_would_fail_on_the_machine_is_an_error(
+    tmp_path: Path, recipe: str, model: str, gpus: str, settings: list[str], code: str, said: str
+):
+    found = planned(tmp_path, recipe, model, gpus, *settings)["findings"]
+    assert any(f["code"] == code and f["level"] == "error" and said in f["text"] for f in found), found
+
+
+def test_a_batch_reads_all_experts_that_its_tokens_choose(tmp_path: Path):
+    shape = ModelShape.of_directory(folder(tmp_path / "model", "30b-a3b"))
+    assert shape.touched(1) == shape.active
+    assert shape.touched(128) > 0.99 * shape.parameters
+    found = planned(tmp_path, "qwen3-30b-a3b-16gpu", "30b-a3b", "16xH100")["prediction"]
+    assert found["rollout"] > 60, "61 GB of weights and 26 GB of keys and values, at 2 TB/s, for 2,000 tokens"
+
+
+def test_what_changed_is_sent_sooner_than_everything(tmp_path: Path):
+    arguments = (tmp_path, "qwen3-8b-8gpu", "8b", "8xH100")
+    delta, whole = (
+        planned(*arguments, f"engine.sync={sync}")["prediction"]["publish"] for sync in ("delta", "tensor")
+    )
+    assert delta < whole < 60
+
+
+def test_models_with_ranks_of_their_own_take_their_time(tmp_path: Path):
+    arguments = (tmp_path, "qwen3-8b-8gpu", "8b", "8xH100")
+    beside = planned(*arguments, "algorithm.kl.coef=0.01")["prediction"]["update"]
+    apart = planned(*arguments, "algorithm.kl.coef=0.01", "learner.reference_ranks=1", "learner.ranks=3")[
+        "prediction"
+    ]["update"]
+    assert apart > 1.5 * beside, "one rank reads for the reference what four read before"
+    small = folder(tmp_path / "small", "0.6b")
+    ppo = planned(*arguments, "algorithm.advantage=gae", f"critic.path={small}")["prediction"]["update"]
+    assert ppo < 1.3 * beside, "a critic of a tenth of the size"
+
+
+@pytest.mark.parametrize("size", ["nan", "inf", "0", "-5"])
+def test_memory_that_nothing_has(size: str):
+    result = CliRunner().invoke(app, ["plan", str(ROOT / "examples/calculator/tools.yaml"), f"--memory={size}"])
+    assert "give a positive number of GiB" in str(result.exception)
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"])
+def test_a_model_of_nothing_is_one_error(tmp_path: Path, key: str):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["8b"] | {key: 0}))
+    with pytest.raises(ConfigError, match=f"says {key}: 0"):
+        ModelShape.of_directory(tmp_path)
+
+
+def test_quantized_weights_are_refused(tmp_path: Path):
+    config = MODELS["8b"] | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"the weights are quantized \(fp8\)"):
+        ModelShape.of_directory(tmp_path)
+
+
+def test_the_longest_episodes_of_several_envs_count(tmp_path: Path):
+    path = folder(tmp_path / "model", "8b")
+    use = "agentrl.envs.calculator:Calculator"
+    long = "{max_turns: 30, max_tokens: 4096, token_budget: 32768}"
+    (tmp_path / "run.yaml").write_text(
+        f"envs:\n  a: {{use: '{use}'}}\n  b: {{use: '{use}', rollout: {long}}}\nmodel: {{path: {path}}}\n"
+        "rollout: {groups_per_step: 2, group_size: 8, max_turns: 4, max_tokens: 256, token_budget: 2048}\n"
+        "learner: {tokens_per_micro_batch: 8192}\n"
+    )
+    config = load_config(tmp_path / "run.yaml", [])
+    plan = make_plan(config, machine=machine_of("8xH100"))
+    assert [f for f in plan.findings if f.code == "PL02"]
+    assert plan.kv_bytes == 16 * 32768 * plan.kv_bytes_per_token
+    assert plan.prediction.rollout > 60

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from agentrl.cli.app import app
+from agentrl.preflight.smoke import smoke_config
 from tests.preflight.test_machines import MODELS, RECIPES, ROOT, folder
 
 pytestmark = pytest.mark.slow
@@ -55,3 +56,29 @@ def test_what_is_no_smoke_run_stays(tmp_path: Path):
 def test_a_mistake_in_the_file_is_an_error_of_the_file(tmp_path: Path):
     result = smoke(ROOT / "configs/qwen3-8b-8gpu.yaml", tmp_path / "smoke", "--set", "engine.server.replica=2")
     assert "engine.server.replica: unknown key" in str(result.exception)
+
+
+def test_what_only_many_episodes_and_a_whole_critic_allow_is_made_small_too(tmp_path: Path):
+    """Eight updates of 512 episodes, and a critic that begins with another model's weights, which are not here."""
+    critic, run = folder(tmp_path / "critic", "0.6b"), tmp_path / "smoke"
+    settings = [
+        f"model.path={folder(tmp_path / 'model', '8b')}", f"critic.path={critic}",
+        "algorithm.updates_per_step=8", "algorithm.advantage=gae",
+    ]  # fmt: skip
+    flags = [part for one in settings for part in ("--set", one)]
+    result = smoke(ROOT / "configs/qwen3-8b-8gpu.yaml", run, *flags)
+    assert result.exit_code == 0, result.exception
+    line = json.loads((run / "run/metrics.jsonl").read_text().splitlines()[-1])
+    assert line["step"] == 2
+    assert "critic/value_error" in line
+
+
+def test_every_env_of_several_is_made_small(tmp_path: Path):
+    use = "agentrl.envs.calculator:Calculator"
+    (tmp_path / "run.yaml").write_text(
+        f"envs:\n  a: {{use: '{use}'}}\n  b: {{use: '{use}', rollout: {{group_size: 16, max_tokens: 8192, "
+        f"max_turns: 1, token_budget: 32768}}}}\nmodel: {{path: {folder(tmp_path / 'model', '0.6b')}}}\n"
+    )
+    config = smoke_config(tmp_path / "run.yaml", [], tmp_path / "smoke")
+    of_b = config.by_env["b"].rollout
+    assert (of_b.group_size, of_b.max_tokens, of_b.max_turns, of_b.token_budget) == (2, 16, 1, 4096)

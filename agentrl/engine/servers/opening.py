@@ -50,6 +50,7 @@ async def open_served(config: EngineConfig, model: Path, lora: LoRAConfig | None
             model=model,
             dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[config.resolved_dtype],
             given=bool(server.urls) and lora is None,
+            local=server.launch == "process" and not server.urls,
             limits=ServedLimits(
                 capacity=config.max_slots, restarts=server.restarts, health_every_s=server.health_every_s
             ),

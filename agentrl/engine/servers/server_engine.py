@@ -71,15 +71,22 @@ class ServedEngine(Engine):
         model: Path,
         dtype: torch.dtype = torch.float32,
         given: bool = False,
+        local: bool = True,
         limits: ServedLimits | None = None,
         tell: Callable[[str], None] = warnings.warn,
         on_close: Callable[[], None] | None = None,
     ) -> None:
+        """Take servers that are started by `start`.
+
+        Args:
+            given: they run already, with weights that nobody knows.
+            local: they are on this machine, so that tensors on a GPU can be handed to them in place.
+        """
         limits = limits or ServedLimits()
         self.max_context = 0
         self._model, self._dtype, self._sync, self._on_close = model, dtype, sync, on_close
         self._vocabulary = vocabulary_of(model)
-        self._given, self._tell = given, tell
+        self._given, self._local, self._tell = given, local, tell
         self._version = 0
         self._weights: dict[str, Tensor] | None = None
         self._lock = asyncio.Lock()
@@ -248,7 +255,7 @@ class ServedEngine(Engine):
         """
         async with self._lock:
             snapshot = await asyncio.to_thread(copy_weights, weights, self._dtype)
-            on_gpu = any(tensor.is_cuda for tensor in weights.values())
+            on_gpu = self._local and any(tensor.is_cuda for tensor in weights.values())
             sent = {n: t.detach().to(self._dtype) for n, t in distinct(weights).items()} if on_gpu else snapshot
             await self._push(sent, version)
             self._weights, self._version = snapshot, version

@@ -237,11 +237,11 @@ class BroadcastSync:
         return receive
 
     async def _sender(self, weights: Mapping[str, Tensor]) -> None:
-        group = self._group
+        group, device = self._group, "cuda" if self._backend == "nccl" else "cpu"
 
         def broadcast() -> None:
             for tensor in weights.values():
-                dist.broadcast(tensor.contiguous(), src=0, group=group)
+                dist.broadcast(tensor.to(device).contiguous(), src=0, group=group)
 
         try:
             await asyncio.to_thread(broadcast)
