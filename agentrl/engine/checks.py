@@ -9,19 +9,27 @@ from numpy.typing import NDArray
 
 from agentrl.types import Sampling
 
+COLDEST = 1e-5
+"""Smallest temperature above 0: divided by less, logits are no numbers."""
+
 
 def check_sampling(sampling: Sampling) -> None:
     """Raise ValueError for parameters outside their valid range."""
     if not sampling.temperature >= 0.0:
         raise ValueError(f"temperature must be 0 (greedy) or more, got {sampling.temperature}")
+    if 0.0 < sampling.temperature < COLDEST:
+        raise ValueError(f"temperature must be 0 (greedy) or at least {COLDEST}, got {sampling.temperature}")
     if not 0.0 < sampling.top_p <= 1.0:
         raise ValueError(f"top_p must be in (0, 1], got {sampling.top_p}")
-    if sampling.top_k < 0:
-        raise ValueError(f"top_k must be 0 (off) or more, got {sampling.top_k}")
+    if not 0 <= sampling.top_k < 2**31:
+        raise ValueError(f"top_k must be 0 (off) or more, and less than 2**31, got {sampling.top_k}")
     if not 0.0 <= sampling.min_p < 1.0:
         raise ValueError(f"min_p must be in [0, 1), got {sampling.min_p}")
     if sampling.max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
+    for stop in sampling.stop_ids:
+        if not isinstance(stop, int) or not 0 <= stop < 2**31:
+            raise ValueError(f"stop_ids must be token ids, got {stop!r}")
 
 
 def check_ids(ids: Sequence[int], vocabulary: int) -> NDArray[np.int64]:
@@ -51,3 +59,9 @@ def check_prompt(ids: Sequence[int], vocabulary: int, max_context: int) -> NDArr
             f"the prompt has {array.size} tokens and max_context is {max_context}: no room for a single new token"
         )
     return array
+
+
+def check_session(session: str | None) -> None:
+    """Raise ValueError for a session that is no name."""
+    if session is not None and not isinstance(session, str):
+        raise ValueError(f"session must be a string or None, got {session!r:.80}")

@@ -19,6 +19,7 @@ from agentrl.config.run import LearnerConfig
 from agentrl.learner.shard import World
 from agentrl.learner.split import Rows, balanced
 from agentrl.models.small import PLAIN_DECODERS, is_small
+from agentrl.torch_threads import compute_with
 
 T = TypeVar("T")
 Backward = Callable[[Tensor], None]
@@ -77,18 +78,16 @@ class Lanes:
 
 def _single_threads(size: int) -> ThreadPoolExecutor:
     """As many threads, in each of which torch computes with one."""
-    own, all_here = torch.get_num_threads(), threading.Barrier(size + 1)
+    all_here = threading.Barrier(size + 1)
 
     def begin() -> None:
-        torch.set_num_threads(1)
-        torch.get_num_threads()  # a thread that never asks takes the number that any thread sets last
+        compute_with(1)
         all_here.wait()
 
     pool = ThreadPoolExecutor(size, "agentrl-lane", initializer=begin)
     for _ in range(size):
         pool.submit(torch.get_num_threads)
     all_here.wait()
-    torch.set_num_threads(own)
     return pool
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import pytest_asyncio
 import torch
 
+from agentrl.engine.base import GenerateOptions
 from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Completion, Sampling
@@ -272,16 +274,129 @@ async def test_closing_hands_out_what_there_is(make: Make):
         await engine.generate(PROMPT, GREEDY)
 
 
-async def test_an_engine_computes_with_its_own_number_of_threads(make: Make):
+async def test_an_engine_computes_with_its_own_number_of_threads_and_changes_no_other(make: Make):
     """In the whole process, the number that was set last holds for each thread that has not asked for it."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    try:
-        engine = make(threads=1)
+
+    def made_elsewhere() -> LocalEngine:
+        torch.get_num_threads()
+        found = make(threads=1)
         assert torch.get_num_threads() == 2
-        assert await engine._call(torch.get_num_threads) == 1
+        return found
+
+    try:
+        for engine in (make(threads=1), await asyncio.to_thread(made_elsewhere)):
+            assert await engine._call(torch.get_num_threads) == 1
+            assert torch.get_num_threads() == 2
+            with ThreadPoolExecutor(1) as fresh:
+                assert fresh.submit(torch.get_num_threads).result() == 2
     finally:
         torch.set_num_threads(before)
+
+
+async def neighbors(engine: LocalEngine, other: Awaitable[object]) -> object:
+    """What the other request raises, while one of ours is running; ours and a later one are answered."""
+    running = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=60, seed=1)))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        [found] = await asyncio.gather(other, return_exceptions=True)
+        assert len((await running).ids) == 60
+        assert len((await engine.generate(PROMPT, GREEDY)).ids) == 8
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"top_k": 2**63}, "top_k must be"),
+        ({"stop_ids": frozenset({2**64})}, "stop_ids must be token ids"),
+        ({"stop_ids": frozenset({"a"})}, "stop_ids must be token ids"),
+        ({"temperature": 1e-40, "top_p": 0.9}, "temperature must be 0"),
+    ],
+)
+async def test_a_request_that_cannot_be_is_its_own_error(make: Make, sampling: dict[str, object], message: str):
+    engine = make()
+    found = await neighbors(engine, engine.generate(PROMPT, Sampling(max_tokens=4, **sampling)))
+    assert isinstance(found, ValueError)
+    assert message in str(found)
+
+
+class BadMask:
+    def __init__(self, *, allows: object = None, takes: bool = True) -> None:
+        self.allows, self.takes = allows, takes
+
+    def allowed(self) -> np.ndarray:
+        if self.allows is None:
+            raise RuntimeError("no grammar")
+        return np.asarray(self.allows, dtype=np.bool_)
+
+    def take(self, id: int) -> None:
+        if not self.takes:
+            raise RuntimeError("no such token")
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        (BadMask(), "RuntimeError: no grammar"),
+        (BadMask(allows=[False] * VOCABULARY), "allows no token"),
+        (BadMask(allows=[False] * VOCABULARY + [True]), "allows no token"),
+        (BadMask(allows=[True] * VOCABULARY, takes=False), "RuntimeError: no such token"),
+    ],
+)
+async def test_a_mask_that_fails_ends_its_own_request(make: Make, mask: BadMask, said: str):
+    engine = make()
+    options = GenerateOptions(mask=mask)
+    for top_p in (1.0, 0.9):
+        sampling = Sampling(max_tokens=4, seed=2, top_p=top_p)
+        found = await neighbors(engine, engine.generate_streaming(PROMPT, sampling, options))
+        assert isinstance(found, EngineError)
+        assert said in str(found)
+
+
+async def test_a_listener_that_raises_ends_its_own_request(make: Make):
+    def listen(token: object) -> None:
+        raise RuntimeError("cannot listen")
+
+    engine = make()
+    options = GenerateOptions(on_token=listen)
+    found = await neighbors(engine, engine.generate_streaming(PROMPT, Sampling(max_tokens=60, seed=3), options))
+    assert isinstance(found, RuntimeError)
+
+
+async def test_what_cannot_be_computed_is_told_to_its_caller(make: Make, monkeypatch):
+    engine = make()
+    for bad in (None, np.zeros(3), torch.empty(3, device="meta")):
+        weights = dict.fromkeys(engine._model._state, bad)
+        assert "must be a dense tensor" in str(await neighbors(engine, engine.update_weights(weights, 1)))
+    assert isinstance(await neighbors(engine, engine.prompt_logprobs(PROMPT, top=-1)), ValueError)
+
+    def no_memory(*_: object) -> None:
+        raise RuntimeError("not enough memory")
+
+    monkeypatch.setattr(engine._model, "scores", no_memory)
+    assert "not enough memory" in str(await neighbors(engine, engine.prompt_logprobs(PROMPT)))
+
+
+async def test_logits_that_are_not_finite_are_an_error_with_filters_too(make: Make):
+    engine = make()
+    state = {name: tensor.clone() for name, tensor in engine._model._state.items()}
+    await engine.update_weights({name: tensor * torch.nan for name, tensor in state.items()}, 1)
+    with pytest.raises(EngineError, match="not finite"):
+        await engine.generate(PROMPT, Sampling(max_tokens=4, top_p=0.9))
+    await engine.update_weights(state, 2)
+    assert len((await engine.generate(PROMPT, GREEDY)).ids) == 8
+
+
+async def test_a_long_row_is_scored_in_parts(make: Make, monkeypatch):
+    engine = make()
+    row = prompt(50)
+    whole = await engine.prompt_logprobs(row, top=2)
+    monkeypatch.setattr("agentrl.engine.local.flat_model.LOGITS_AT_ONCE", 7 * VOCABULARY)
+    parts = await engine.prompt_logprobs(row, top=2)
+    assert [t.id for t in parts] == [t.id for t in whole] == row[1:]
+    assert [t.logprob for t in parts] == pytest.approx([t.logprob for t in whole], abs=1e-5)
 
 
 async def test_token_logprobs_are_those_of_transformers(make: Make, models: dict[str, Path]):

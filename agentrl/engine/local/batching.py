@@ -114,6 +114,10 @@ class Batcher:
         """Whether `step` has anything to do."""
         return bool(self.waiting) or bool(self.table.active.any())
 
+    def requests(self) -> list[BatchRequest]:
+        """All requests that are not answered."""
+        return [*self.waiting, *(request for request in self.table.request if request is not None)]
+
     def submit(self, request: BatchRequest) -> None:
         """Queue a request; a later `step` answers it."""
         self.waiting[request] = None
@@ -242,14 +246,20 @@ class Batcher:
         by_row = {int(row): self._options(int(slots[row])) for row in special}
         alone = None if self.alone is None else partial(self._alone, slots, ahead)
         kept_of = partial(table.kept, slots, ahead)
-        ids_N, logprobs_N = sample_constrained(logits, table.draw(slots, ahead), by_row, alone, kept_of)
+        ids_N, logprobs_N, failed = sample_constrained(logits, table.draw(slots, ahead), by_row, alone, kept_of)
         finite = torch.isfinite(logprobs_N).cpu().numpy()
         ids, logprobs = ids_N.cpu().numpy(), logprobs_N.cpu().numpy()
         kept = kept_of(ids)
         finished = self._append(slots[kept], ahead[kept], ids[kept], logprobs[kept])
+        for row, error in failed.items():
+            del by_row[row]
+            request = self._leave(int(slots[row]))
+            request.deliver(EngineError(f"the request's mask of tokens failed: {type(error).__name__}: {error}"))
         tell(by_row, logits, table.temperature[slots], ids_N, logprobs_N, self.version)
         if not finite.all():
             for slot in np.unique(slots[~finite]).tolist():
+                if not table.active[slot]:
+                    continue
                 request = self._leave(slot)
                 request.deliver(EngineError(f"the model's logits are not finite (policy version {self.version})"))
             self._clean()

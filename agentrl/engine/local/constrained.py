@@ -19,8 +19,10 @@ def sample_constrained(
     by_row: Mapping[int, GenerateOptions],
     alone: Callable[[int], Tensor] | None,
     kept: Callable[[NDArray[np.int64]], BoolArray],
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, dict[int, Exception]]:
     """Return ids (B,) and logprobs (B,), with the masks of the special rows; logprobs are the unrestricted ones.
+
+    Also return, by row, why a mask does not work: it raised, or allows no token.
 
     Args:
         alone: computes the logits (V,) of a row without the rest of the batch. Rows whose id depends on the
@@ -28,7 +30,8 @@ def sample_constrained(
         kept: which of the ids (B,) count; each row depends on the ids of earlier ones only.
     """
     masks = {row: options.mask for row, options in by_row.items() if options.mask is not None}
-    ids_B, logprobs_B, unsure_B = _sample_masked(logits_BV, draw, masks)
+    allowed, failed = _allowed(masks, logits_BV)
+    ids_B, logprobs_B, unsure_B = _sample_masked(logits_BV, draw, allowed)
     while alone is not None and unsure_B.any():
         unsure = np.flatnonzero(unsure_B & kept(ids_B.cpu().numpy()))
         if not len(unsure):
@@ -36,25 +39,42 @@ def sample_constrained(
         unsure_B[unsure] = False
         index = torch.from_numpy(unsure).to(logits_BV.device)
         logits_BV[index] = torch.stack([alone(row) for row in unsure.tolist()])
-        again = {k: masks[row] for k, row in enumerate(unsure.tolist()) if row in masks}
+        again = {k: allowed[row] for k, row in enumerate(unsure.tolist()) if row in allowed}
         ids_B[index], logprobs_B[index], _ = _sample_masked(logits_BV[index], draw.of(unsure), again)
+    for row in allowed:
+        if torch.isfinite(logprobs_B[row]):
+            try:
+                masks[row].take(int(ids_B[row]))
+            except Exception as error:
+                failed[row] = error
+    return ids_B, logprobs_B, failed
+
+
+def _allowed(masks: Mapping[int, Mask], logits_BV: Tensor) -> tuple[dict[int, Tensor], dict[int, Exception]]:
+    """Return (V,) by row, which tokens its mask allows, and why others do not say so."""
+    allowed, failed = dict[int, Tensor](), dict[int, Exception]()
     for row, mask in masks.items():
-        mask.take(int(ids_B[row]))
-    return ids_B, logprobs_B
+        try:
+            known = mask.allowed()[: logits_BV.shape[1]]
+            if not known.any():
+                raise ValueError("it allows no token that the model has")
+            allowed_V = torch.zeros(logits_BV.shape[1], dtype=torch.bool)
+            allowed_V[: len(known)] = torch.from_numpy(known)
+            allowed[row] = allowed_V.to(logits_BV.device)
+        except Exception as error:
+            failed[row] = error
+    return allowed, failed
 
 
-def _sample_masked(logits_BV: Tensor, draw: Draw, masks: Mapping[int, Mask]) -> Drawn:
-    if not masks:
+def _sample_masked(logits_BV: Tensor, draw: Draw, allowed: Mapping[int, Tensor]) -> Drawn:
+    if not allowed:
         return sample(logits_BV, draw)
     restricted_BV = logits_BV.clone()
-    for row, mask in masks.items():
-        allowed_V = torch.zeros(logits_BV.shape[1], dtype=torch.bool)
-        known = mask.allowed()[: logits_BV.shape[1]]
-        allowed_V[: len(known)] = torch.from_numpy(known)
-        restricted_BV[row].masked_fill_(~allowed_V.to(logits_BV.device), -torch.inf)
+    for row, allowed_V in allowed.items():
+        restricted_BV[row].masked_fill_(~allowed_V, -torch.inf)
     ids_B, logprobs_B, unsure_B = sample(restricted_BV, draw)
-    rows = torch.tensor(list(masks), device=logits_BV.device)
-    free_kV = scaled_logprobs(logits_BV[rows], draw.temperature[list(masks)])
+    rows = torch.tensor(list(allowed), device=logits_BV.device)
+    free_kV = scaled_logprobs(logits_BV[rows], draw.temperature[list(allowed)])
     logprobs_B[rows] = free_kV.gather(1, ids_B[rows][:, None])[:, 0]
     return Drawn(ids_B, logprobs_B, unsure_B)
 

@@ -31,6 +31,8 @@ from agentrl.models.trial import ALONE, ENDS, SHARED, probe
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+LOGITS_AT_ONCE = 1 << 27
+"""Number of logits that scoring computes at a time: 512 MiB in float32."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -110,6 +112,16 @@ class FlatModel:
         positions_N = torch.arange(len(ids_N), device=self.device)
         return self._forward(self.module, ids_N, positions_N, positions_N[-1:], PackedAttention([len(ids_N)]))[0]
 
+    def scores(self, row: Sequence[int]) -> Iterator[Tensor]:
+        """Compute log-probabilities (k, V) at temperature 1 after all tokens of a row but the last, k at a time.
+
+        Of a long row and a large vocabulary, all at once would take gigabytes. Each part is a pass over the row.
+        """
+        ids_N, positions_N, places_N = self._flat([row])
+        for keep_k in torch.split(places_N[:-1], max(1, LOGITS_AT_ONCE // self.vocabulary)):
+            logits_kV = self._forward(self.module, ids_N, positions_N, keep_k, PackedAttention([len(row)]))
+            yield torch.log_softmax(logits_kV.float(), -1)
+
     def _flat(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
         """Return ids and positions of the concatenated rows, and the indices of all of them."""
         ids = torch.tensor([token for row in rows for token in row], device=self.device)
@@ -127,6 +139,8 @@ class FlatModel:
         if unknown:
             raise ValueError(f"the model has no parameter {_some(unknown)}; names are those of the state dict")
         for name, tensor in weights.items():
+            if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.is_sparse:
+                raise ValueError(f"{name} must be a dense tensor with values, got {tensor!r:.80}")
             if tensor.shape != self._state[name].shape:
                 raise ValueError(
                     f"{name} has shape {tuple(tensor.shape)}, the model's {tuple(self._state[name].shape)}"

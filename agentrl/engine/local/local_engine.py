@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentrl.engine.base import Engine, EngineCapabilities, GenerateOptions, TokenLogprob
-from agentrl.engine.checks import check_ids, check_prompt, check_sampling
+from agentrl.engine.checks import check_ids, check_prompt, check_sampling, check_session
 from agentrl.engine.local.batching import Batcher, BatchLimits, DecodeRecording
 from agentrl.engine.local.constrained import scored
 from agentrl.engine.local.decode import cuda_capture
@@ -33,6 +33,7 @@ from agentrl.engine.local.flat_model import FlatModel, load_model
 from agentrl.engine.local.slots import BatchRequest
 from agentrl.errors import ConfigError, EngineError
 from agentrl.models.small import is_small
+from agentrl.torch_threads import compute_with
 from agentrl.types import Completion, Sampling
 
 T = TypeVar("T")
@@ -138,7 +139,7 @@ class LocalEngine(Engine):
         self.capabilities = replace(type(self).capabilities, routes=routes)
         self._model, self._scheduler = self._core.model, self._core.scheduler
         self.max_context = self._core.max_context
-        others = torch.get_num_threads()
+        self._process = os.getpid()
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._answers: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         self._lock = threading.Lock()
@@ -148,7 +149,6 @@ class LocalEngine(Engine):
         self._thread = threading.Thread(target=self._main, name="agentrl-local-engine", daemon=True)
         self._thread.start()
         self._counted.wait()
-        torch.set_num_threads(others)  # else every thread that has not computed yet takes the engine's number
         _running.add(self)
 
     @classmethod
@@ -182,20 +182,34 @@ class LocalEngine(Engine):
         self, ids: Sequence[int], sampling: Sampling, options: GenerateOptions, *, session: str | None = None
     ) -> Completion:
         """Continue `ids` and report each token as it is sampled; see `Engine.generate_streaming`."""
+        if options.top < 0:
+            raise ValueError(f"top must be 0 or more, got {options.top}")
+        failed: list[Exception] = []
         loop, on_token = asyncio.get_running_loop(), options.on_token
         if on_token is not None:
             tell = on_token  # from the engine's thread to the caller's loop, in order and before the completion
 
+            def report(drawn: TokenLogprob) -> None:
+                if not failed:
+                    try:
+                        tell(drawn)
+                    except Exception as error:
+                        failed.append(error)
+
             def note(drawn: TokenLogprob) -> None:
-                self._answers.setdefault(loop, []).append(partial(tell, drawn))
+                self._answers.setdefault(loop, []).append(partial(report, drawn))
 
             options = replace(options, on_token=note)
-        return await self._generate(ids, sampling, session, options)
+        completion = await self._generate(ids, sampling, session, options)
+        if failed:
+            raise failed[0]
+        return completion
 
     async def _generate(
         self, ids: Sequence[int], sampling: Sampling, session: str | None, options: GenerateOptions | None
     ) -> Completion:
         check_sampling(sampling)
+        check_session(session)
         prompt = check_prompt(ids, self._core.vocabulary, self.max_context)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
@@ -235,24 +249,16 @@ class LocalEngine(Engine):
         checked = [check_ids(row, self._core.vocabulary).tolist() for row in rows]
 
         def score() -> list[list[float]]:
-            results = []
-            for row in checked:
-                logprobs_TV = torch.log_softmax(self._model.packed([row]).float(), -1)
-                target_T1 = torch.tensor(row[1:], dtype=torch.long, device=logprobs_TV.device)[:, None]
-                results.append(logprobs_TV[:-1].gather(1, target_T1)[:, 0].tolist())
-            return results
+            return [[token.logprob for token in self._scored(row, 0)] for row in checked]
 
         return await self._call(score)
 
     async def prompt_logprobs(self, ids: Sequence[int], *, top: int = 0) -> list[TokenLogprob]:
         """Score given tokens; see `Engine.prompt_logprobs`."""
+        if top < 0:
+            raise ValueError(f"top must be 0 or more, got {top}")
         row = check_ids(ids, self._core.vocabulary).tolist()
-
-        def score() -> list[TokenLogprob]:
-            logprobs_TV = torch.log_softmax(self._model.packed([row]).float(), -1)[:-1]
-            return scored(logprobs_TV, row[1:], top, self.policy_version)
-
-        return await self._call(score)
+        return await self._call(lambda: self._scored(row, top))
 
     async def close(self) -> None:
         """Stop; running requests end with finish "abort" and the tokens sampled so far."""
@@ -260,6 +266,13 @@ class LocalEngine(Engine):
         self._post_if_alive(lambda: None)  # wakes the thread
         await asyncio.to_thread(self._thread.join)
         _running.discard(self)
+
+    def _scored(self, row: list[int], top: int) -> list[TokenLogprob]:
+        found, left = list[TokenLogprob](), row[1:]
+        for logprobs_kV in self._model.scores(row):
+            here, left = left[: len(logprobs_kV)], left[len(logprobs_kV) :]
+            found += scored(logprobs_kV, here, top, self.policy_version)
+        return found
 
     # -- from the event loop to the thread ---------------------------------------------------------------------
 
@@ -271,7 +284,7 @@ class LocalEngine(Engine):
         def run() -> None:
             try:
                 result = function()
-            except ValueError as error:
+            except Exception as error:  # also of memory that a long row did not get: the engine goes on
                 self._answer(loop, future, error)
             else:
                 self._answer(loop, future, result)
@@ -280,6 +293,8 @@ class LocalEngine(Engine):
         return await future
 
     def _post(self, run: Callable[[], None], fail: Callable[[Exception], None]) -> None:
+        if os.getpid() != self._process:
+            raise EngineError("the local engine runs in the process that forked this one; create one here")
         with self._lock:
             if self._over is not None:
                 raise EngineError(str(self._over)) from self._over
@@ -293,19 +308,18 @@ class LocalEngine(Engine):
     # -- on the thread -----------------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        torch.set_num_threads(self._core.threads)
-        torch.get_num_threads()  # a thread that never asks takes the number that any thread sets last
+        compute_with(self._core.threads)
         self._counted.set()
         over = EngineError("the local engine is closed")
         try:
             with torch.inference_mode():
                 self._serve()
+            self._scheduler.abort()
         except BaseException as error:
             over = EngineError(f"the local engine's thread died: {type(error).__name__}: {error}")
             over.__cause__ = error
-            self._scheduler.abort(over)
-        else:
-            self._scheduler.abort()
+            for request in self._scheduler.requests():
+                request.deliver(over)
         with self._lock:
             self._over = over
         while not self._inbox.empty():

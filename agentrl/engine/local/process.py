@@ -12,6 +12,7 @@ import contextlib
 import gc
 import itertools
 import multiprocessing
+import os
 import queue
 import secrets
 import signal
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 from agentrl.engine.base import Engine, EngineCapabilities
-from agentrl.engine.checks import check_prompt, check_sampling
+from agentrl.engine.checks import check_prompt, check_sampling, check_session
 from agentrl.engine.fork_server import fork_server
 from agentrl.engine.local.local_engine import Bounds, EngineCore, run_all
 from agentrl.engine.local.slots import BatchRequest, IntArray
@@ -104,6 +105,7 @@ class ProcessEngine(Engine):
         self.small = ready.small
         self._vocabulary = ready.vocabulary
         self._process, self._pipe = process, pipe
+        self.owner = os.getpid()
         self._version = 0
         self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
         self._lock = threading.Lock()
@@ -147,6 +149,7 @@ class ProcessEngine(Engine):
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
         """Continue `ids`; see `Engine.generate`. Without a seed, every call samples differently."""
         check_sampling(sampling)
+        check_session(session)
         prompt = check_prompt(ids, self._vocabulary, self.max_context)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % 2**64
         number, future = self._expect()
@@ -202,9 +205,14 @@ class ProcessEngine(Engine):
 
     def _send(self) -> None:
         """Run the writer thread: orders that arrive together are sent as one message."""
-        with contextlib.suppress(OSError):  # the other end is gone; `_receive` reports it
+        try:
             for orders in _batches(self._orders):
                 self._pipe.send(orders)
+        except OSError:
+            pass  # the other end is gone; `_receive` reports it
+        except Exception:
+            self._process.kill()  # an order that cannot be sent: nobody may wait for the ones behind it
+            raise
 
     def _receive(self) -> None:
         """Run the reader thread, until the process ends."""
@@ -270,7 +278,8 @@ def _launch(
 ) -> tuple[multiprocessing.process.BaseProcess, Connection, Ready]:
     context = fork_server()
     here, there = context.Pipe()
-    process = context.Process(target=_main, args=(there, path, dict(options)), name="agentrl-engine", daemon=True)
+    given = (there, path, dict(options), torch.get_num_threads())
+    process = context.Process(target=_main, args=given, name="agentrl-engine", daemon=True)
     with _starting, _no_main():
         process.start()
     there.close()
@@ -300,8 +309,13 @@ def _no_main() -> Iterator[None]:
         main.__dict__.update({"__spec__": None} | hidden)
 
 
-def _main(pipe: Connection, path: str, options: Mapping[str, Any]) -> None:
-    """Main loop of the process: orders in, one step, answers out, until None arrives or the pipe breaks."""
+def _main(pipe: Connection, path: str, options: Mapping[str, Any], threads: int) -> None:
+    """Main loop of the process: orders in, one step, answers out, until None arrives or the pipe breaks.
+
+    Args:
+        threads: torch's number in the process that wants the engine; one with a small model takes 1.
+    """
+    torch.set_num_threads(threads)
     for wish in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which stops this process once it has saved
         signal.signal(wish, signal.SIG_IGN)
     try:
@@ -387,7 +401,8 @@ _running: weakref.WeakSet[ProcessEngine] = weakref.WeakSet()
 
 def _end_running() -> None:
     for engine in list(_running):
-        engine.end()
+        if engine.owner == os.getpid():  # not in a fork of it
+            engine.end()
 
 
 atexit.register(_end_running)

@@ -8,7 +8,7 @@ that this rounding could change is reported as unsure. Shapes: B rows, V vocabul
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -18,8 +18,9 @@ from torch import Tensor
 
 BoolArray = NDArray[np.bool_]
 
-ROUNDING = 5e-5
-"""Maximum difference of a float32 logit between two batches; less was measured (docs/design/local-engine.md)."""
+ROUNDING, ROUNDING_OF_LARGE = 5e-5, 4e-6
+"""Maximum difference of a float32 logit between two batches, and as a share of the row's largest one, whichever is
+more; half of it was measured (docs/design/local-engine.md)."""
 _LOGITS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 25}
 """Number of logits processed at a time; limits the float64 scratch to 32 MiB, on a GPU to 256 MiB."""
 _ONE_BLOCK = 64
@@ -88,14 +89,14 @@ def _sample(logits_BV: Tensor, draw: Draw) -> Drawn:
     device, vocabulary = logits_BV.device, logits_BV.shape[1]
     greedy = draw.temperature == 0.0
     logits_BV = logits_BV.float()
-    rounding_B = np.full(len(greedy), ROUNDING)
+    rounding_B = _rounding(logits_BV)
     if not (draw.temperature == 1.0).all():
         scale_B = np.where(greedy, 1.0, draw.temperature)
         logits_BV = logits_BV / torch.from_numpy(scale_B.astype(np.float32)).to(device)[:, None]
         rounding_B /= scale_B
     logprobs_BV = torch.log_softmax(logits_BV, -1)
     if greedy.all():
-        ids_B, unsure_B = _largest(logits_BV)
+        ids_B, unsure_B = _largest(logits_BV, rounding_B)
         return Drawn(ids_B, logprobs_BV.gather(1, ids_B[:, None])[:, 0], unsure_B)
     probs_BV = logprobs_BV.double().exp_()
     cut_B = np.zeros(len(greedy), dtype=np.bool_)
@@ -107,17 +108,24 @@ def _sample(logits_BV: Tensor, draw: Draw) -> Drawn:
     ids_B, unsure_B = _by_weight(probs_BV, draw.uniform, rounding_B)
     unsure_B |= cut_B
     if greedy.any():
-        largest_B, close_B = _largest(logits_BV)
+        largest_B, close_B = _largest(logits_BV, rounding_B)
         ids_B = torch.where(torch.from_numpy(greedy).to(device), largest_B, ids_B)
         unsure_B = np.where(greedy, close_B, unsure_B)
     return Drawn(ids_B, logprobs_BV.gather(1, ids_B[:, None])[:, 0], unsure_B)
 
 
-def _largest(logits_BV: Tensor) -> tuple[Tensor, BoolArray]:
+def _rounding(logits_BV: Tensor) -> NDArray[np.float64]:
+    """Return (B,) by how much the logits of each row may differ in another batch; masked ones do not count."""
+    ends_2B = torch.stack(torch.aminmax(logits_BV, dim=-1)).abs().cpu().numpy().astype(np.float64)
+    size_B = np.where(np.isfinite(ends_2B), ends_2B, 0.0).max(0)
+    return cast(NDArray[np.float64], np.maximum(ROUNDING, ROUNDING_OF_LARGE * size_B))
+
+
+def _largest(logits_BV: Tensor, rounding_B: NDArray[np.float64]) -> tuple[Tensor, BoolArray]:
     """Return (B,) indices of the largest logits, and whether the second largest is within rounding of each."""
     best_B2 = logits_BV.topk(min(2, logits_BV.shape[1]), -1).values.cpu().numpy()
     with np.errstate(invalid="ignore"):  # two infinite ones
-        close_B = best_B2[:, 0] - best_B2[:, -1] <= 2 * ROUNDING
+        close_B = best_B2[:, 0] - best_B2[:, -1] <= 2 * rounding_B
     return logits_BV.argmax(-1), close_B & (best_B2.shape[1] > 1)
 
 
@@ -175,7 +183,7 @@ def _filtered(probs_BV: Tensor, draw: Draw, rounding_B: NDArray[np.float64]) -> 
     mass_BV /= mass_BV.sum(-1, keepdim=True)
     before_BV = mass_BV.cumsum(-1) - mass_BV
     kept_BV = sorted_BV.masked_fill((mass_BV == 0.0) | ((before_BV >= p_B1) & (rank_V > 0)), 0.0)
-    count_B1 = (kept_BV > 0.0).sum(-1, keepdim=True)
+    count_B1 = (kept_BV > 0.0).sum(-1, keepdim=True).clamp_(min=1)  # none if the logits are nan
     last_B1 = sorted_BV.gather(1, count_B1 - 1)
     next_B1 = sorted_BV.gather(1, count_B1.clamp(max=vocabulary - 1)).masked_fill(count_B1 == vocabulary, 0.0)
     rounding_B1 = torch.from_numpy(rounding_B).to(device)[:, None]
