@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -90,8 +91,9 @@ app.add_typer(env.app, name="env")
 app.add_typer(config.app, name="config")
 app.add_typer(sandbox.app, name="sandbox")
 
-PLACES = {errno.EACCES, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOSPC, errno.EPERM, errno.EROFS}
+PLACES: set[int | None] = {errno.EACCES, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOSPC, errno.EPERM, errno.EROFS}
 """File-system errors the program cannot fix; reported in one line."""
+FULL: set[int | None] = {errno.EDQUOT, errno.ENOSPC}
 CONFIG_EXIT = 2
 """Exit code for user errors, including usage errors."""
 
@@ -107,6 +109,20 @@ def _visible_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
     return visible(_plain_warning(message, category, filename, lineno, line))
+
+
+def _place_error(error: Exception) -> str | None:
+    """An error of the file system that the program cannot fix, in one line; None if it is another one."""
+    if isinstance(error, OSError):
+        number, place = error.errno, error.filename
+    else:  # safetensors reports it as text
+        match = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__name__ == "SafetensorError" else None
+        number, place = int(match[1]) if match else None, None
+    if number not in PLACES or (place is None and number not in FULL):
+        return None
+    where = "" if place is None else f"{str(place)[:200]}: "
+    remedy = "; free some space and run the same command again" if number in FULL else ""
+    return f"{where}{os.strerror(number or 0)}{remedy}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -129,13 +145,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         print(said, file=sys.stderr)
         raise SystemExit(CONFIG_EXIT) from None
-    except OSError as e:
-        if isinstance(e, BrokenPipeError):  # `agentrl show run | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        elif e.errno not in PLACES or e.filename is None:
+    except BrokenPipeError:  # `agentrl show run | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except Exception as e:
+        if (said := _place_error(e)) is None:
             raise
-        else:
-            print(visible(f"{str(e.filename)[:200]}: {e.strerror}"), file=sys.stderr)
+        print(visible(said), file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

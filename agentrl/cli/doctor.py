@@ -81,6 +81,11 @@ def _run(run: Path, *, strict: bool, as_json: bool) -> None:
 
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"doctor {run}: write `all`, `sandbox`, or the path of a run folder")
+    if (run / "eval.json").is_file():
+        raise ConfigError(
+            f"doctor {run}: is the folder of an evaluation, and doctor looks at training runs; see its "
+            f"episodes with `agentrl show {run}`"
+        )
     found = findings(run)
     if as_json:
         print(json.dumps({"run": str(run), "findings": [finding.data() for finding in found]}, indent=2))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -64,7 +66,8 @@ def rescore(
         raise CheckpointError(f"{run}: is not a run folder")
     config = _config(run, env, overrides)
     quiet_transformers()
-    with SafeConsole(stderr=True).status("rescoring") as status:
+    # What the env prints does not belong to what --json prints.
+    with SafeConsole(stderr=True).status("rescoring") as status, contextlib.redirect_stdout(sys.stderr):
         found = rescored(run, config, RescoreOptions(tuple(steps), play), lambda text: status.update(text))
     if as_json:
         body = {

@@ -42,7 +42,7 @@ def result_text(result: EvalResult) -> Text:
         ("malformed", str(result.malformed)),
         ("limits", str(result.limits)),
         ("infra failures", " ".join([str(result.infra_failures), _why_lost(result)]).rstrip()),
-        *[("faults", _counts(result.faults)) for _ in result.faults][:1],
+        *[("faults", f"{sum(result.faults.values())} {_counts(result.faults)}") for _ in result.faults][:1],
         ("turns", f"{result.turns:.1f} an episode"),
         ("tokens", tokens),
         ("latency", f"{_spread(result.turn_seconds)} a turn, {_spread(result.episode_seconds)} an episode"),

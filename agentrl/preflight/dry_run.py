@@ -360,11 +360,14 @@ def _limit_findings(config: RunConfig, episode: Episode) -> list[str]:
     if longest > rollout.max_tokens:
         findings.append(
             f"a scripted completion has {longest} tokens, rollout.max_tokens is {rollout.max_tokens}: the policy "
-            f"would be cut there; set rollout.max_tokens to {longest} or more, or script a shorter one"
+            f"would be cut there; set rollout.max_tokens to {longest} or more"
         )
     total = sum(len(segment.ids) for segment in episode.segments)
     if total > rollout.token_budget:
-        findings.append(f"the scripted episode has {total} tokens, rollout.token_budget is {rollout.token_budget}")
+        findings.append(
+            f"the scripted episode has {total} tokens, rollout.token_budget is {rollout.token_budget}: raise "
+            "it, or let tools return less (env.settings.observation_tokens)"
+        )
     return findings
 
 

@@ -103,6 +103,9 @@ def write_atomic(path: Path, data: bytes | Iterable[bytes]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temp.replace(path)
+    except OSError as e:
+        e.filename = e.filename or str(path)  # a full disk has none
+        raise
     finally:
         temp.unlink(missing_ok=True)
     fsync_dir(path.parent)

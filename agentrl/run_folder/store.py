@@ -20,6 +20,7 @@ checkpoint N holds the weights after it, and 0 is before the first.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -203,9 +204,13 @@ class RunStore:
         if self._metrics is None:
             self._metrics = (self.path / "metrics.jsonl").open("ab")
         line = {"step": step} | {key: _finite(value) for key, value in metrics.items() if key != "step"}
-        self._metrics.write(json.dumps(line).encode() + b"\n")
-        self._metrics.flush()
-        os.fsync(self._metrics.fileno())
+        try:
+            self._metrics.write(json.dumps(line).encode() + b"\n")
+            self._metrics.flush()
+            os.fsync(self._metrics.fileno())
+        except OSError as e:
+            e.filename = e.filename or str(self.path / "metrics.jsonl")
+            raise
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics that were measured later to a step, in a separate line."""
@@ -391,10 +396,16 @@ def _lock(path: Path) -> IO[str]:
             raise ConfigError(f"{path}: cannot lock the run folder: {e.strerror}") from None
         text = f"{path}: held by {holder}; wait for it to end, stop it, or give this run another `name`"
         raise ConfigError(text) from None
-    file.seek(0)
-    file.truncate()
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    try:
+        file.seek(0)
+        file.truncate()
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            file.close()
+        e.filename = e.filename or str(path)
+        raise
     return file
 
 

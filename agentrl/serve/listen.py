@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import ipaddress
 import json
@@ -229,9 +230,8 @@ def _listen(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as e:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {e.strerror or e}; give another --host or --port"
-        ) from e
+        other = "--port" if e.errno == errno.EADDRINUSE else "--host or --port"
+        raise ConfigError(f"cannot listen on {host}:{port}: {e.strerror or e}; give another {other}") from e
     return listener
 
 

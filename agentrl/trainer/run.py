@@ -221,6 +221,10 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     config, store, reporter = setting.config, setting.store, setting.reporter
     checkpoint = store.latest_checkpoint()
     done = checkpoint.step if checkpoint else 0
+    recorded = int(max((line["step"] for line in store.metrics()), default=0))
+    if recorded > done:
+        what = f"step {recorded} is" if recorded == done + 1 else f"steps {done + 1} to {recorded} are"
+        reporter.note(f"{what} done again: no checkpoint has them (checkpoint.every is {config.checkpoint.every})")
     rewind(config, store, setting.loggers, done)
     policy = checkpoint.path if checkpoint else start
     renderer = load_renderer(config, start)
@@ -231,8 +235,8 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     reporter.within("loading the learner")
     learner = await make_learner(config, policy, start)
     stack.push_async_callback(learner.close)
-    recorded = config.log.tokens != "none"
-    algorithm = algorithm_of(config, reference_apart=learner.reference_apart, record=recorded)
+    keeps = config.log.tokens != "none"
+    algorithm = algorithm_of(config, reference_apart=learner.reference_apart, record=keeps)
     if checkpoint:
         await resume(learner, algorithm, checkpoint.path)
     reward_model = await make_reward_model(config.reward_model, start, config.ray)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from agentrl.chat.template import Renderer
 from agentrl.config.run import CheckpointConfig
@@ -55,8 +59,14 @@ class Checkpoints:
             rest = stack.pop_all()
 
         def finish() -> None:
-            with rest:
-                write(folder)
+            try:
+                with rest:
+                    write(folder)
+            except SafetensorError as e:
+                raise _os_error(e, folder) from e
+            except OSError as e:
+                e.filename = e.filename or str(folder)
+                raise
 
         self._saving = asyncio.get_running_loop().run_in_executor(self.disk_thread, finish)
         if not self.config.background:
@@ -71,6 +81,12 @@ class Checkpoints:
         saving, self._saving = self._saving, None
         if saving is not None:
             await saving
+
+
+def _os_error(error: SafetensorError, folder: Path) -> Exception:
+    """The error of the file system that safetensors reports as text; the same error if it reports another."""
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) if number else error
 
 
 async def resume(learner: Learner, algorithm: Algorithm, directory: Path) -> None:

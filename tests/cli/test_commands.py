@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 import agentrl
 from agentrl.cli import main
@@ -622,3 +623,22 @@ class TestDoctor:
         assert code == 0
         assert "| files " in out
         assert "python  " not in out
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device; free some space"),
+        (OSError(28, "No space left on device", "runs/a"), "runs/a: No space left on device; free some space"),
+        (OSError(13, "Permission denied", "runs/a"), "runs/a: Permission denied"),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), "No space left on device; free"),
+    ],
+)
+def test_an_error_of_the_disk_is_one_line(error: Exception, said: str, monkeypatch, capsys):
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("agentrl.cli.app.app", fail)
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().err.startswith(said)

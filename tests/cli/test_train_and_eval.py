@@ -174,9 +174,11 @@ def test_a_stopped_run_goes_on_where_it_stopped(
 
     saved = find_checkpoint(run).step
     assert 2 <= saved < 400
+    recorded = read_metrics(run)[-1]["step"]
     steps = saved + 3
     again = agentrl("train", "tools.yaml", "--set", f"steps={steps}", cwd=tmp_path)
     first = next(line for line in again.stdout.splitlines() if line.startswith("train "))
+    assert ("done again: no checkpoint has them (checkpoint.every is 2)" in again.stdout) == (recorded > saved)
     assert first.startswith((f"train: resumes after {saved}/{steps}", f"train {saved + 1}/{steps}"))
     assert [line["step"] for line in read_metrics(run)] == list(range(steps + 1))  # 0: before training
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from agentrl.config import RunConfig, load_config
 from agentrl.config.facts import OnResume, facts
@@ -25,6 +27,7 @@ from agentrl.run_folder import checkpoints
 from agentrl.run_folder.files import write_atomic
 from agentrl.run_folder.records import EpisodeRecord, read_episodes, read_records, recorded_steps
 from agentrl.run_folder.store import RunStore, find_checkpoint
+from agentrl.trainer.save import _os_error
 from agentrl.types import (
     CallRecord,
     Episode,
@@ -432,3 +435,25 @@ def test_two_threads_may_write_one_file_at_once(tmp_path: Path):
         list(pool.map(lambda name: write_atomic(path, pieces(name)), [b"one", b"two"]))
     assert path.read_bytes() in (b"oneone", b"twotwo")
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_an_error_with_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The operating system says none where a write fails."""
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("agentrl.run_folder.files.os.fsync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_atomic(tmp_path / "episodes.jsonl", b"{}")
+    assert caught.value.filename == str(tmp_path / "episodes.jsonl")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_safetensors_says_the_error_of_the_file_system_as_text(tmp_path: Path):
+    text = "Error while serializing: I/O error: No space left on device (os error 28)"
+    found = _os_error(SafetensorError(text), tmp_path)
+    assert isinstance(found, OSError)
+    assert (found.errno, found.filename) == (errno.ENOSPC, str(tmp_path))
+    other = SafetensorError("invalid header")
+    assert _os_error(other, tmp_path) is other

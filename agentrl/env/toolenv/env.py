@@ -172,7 +172,8 @@ class ToolEnv(ScoredEnv):
         self._open = True
         await self.prepare()
         try:
-            opening = await call_function(self.setup, dict(task.row), self.settings.setup_timeout_s)
+            row = self.spec().setup.converted(task.row)
+            opening = await call_function(self.setup, row, self.settings.setup_timeout_s)
             self._was_set_up = True
             text = await call_function(self.system, {}, self.settings.setup_timeout_s, inline=self._plain_system)
         except CallTimeout as e:

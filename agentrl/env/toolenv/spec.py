@@ -98,6 +98,13 @@ class SetupSpec:
     open_ended: bool
     adapters: Mapping[str, TypeAdapter[object]]
 
+    def converted(self, row: Mapping[str, object]) -> dict[str, object]:
+        """The arguments of a row that fits, as their annotations say: `"2"` for an `int` is 2."""
+        return {
+            name: self.adapters[name].validate_python(value, strict=False) if name in self.adapters else value
+            for name, value in row.items()
+        }
+
     def problem(self, row: Mapping[str, object]) -> str | None:
         """The problem with `row`, in one line; None if it fits."""
         missing = [name for name in self.required if name not in row]
