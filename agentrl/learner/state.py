@@ -73,7 +73,10 @@ def copy_state(
     """
     state, offsets = _optimizer_state(model, optimizer)
     state |= {f"rng/{name}": value for name, value in _generators().items()}
-    return TrainingState(world, note, model, {k: _copy(v) for k, v in weights.items()}, state, offsets)
+    copied = world.mesh is not None and next(model.parameters()).is_cuda  # by `collected`
+    return TrainingState(
+        world, note, model, {k: v if copied else _copy(v) for k, v in weights.items()}, state, offsets
+    )
 
 
 def whole_weights(model: nn.Module, world: World) -> dict[str, Tensor]:

@@ -198,6 +198,7 @@ async def _rehearse(
     given = {part for episode in (scripted, silent) for part in reward_parts(episode)}
     if nothing := weight_of_nothing(config.sole_env.reward_weights, given):
         findings.append(nothing)
+    notes += _failed_tools(scripted)
     notes += _solved_notes(env, scripted, silent, by_oracle=played_by == BY_ORACLE)
     longest, completions = _demonstration_lengths(content, renderer, scripted)
     if said := too_long_to_sample(completions, config.rollout):
@@ -349,6 +350,15 @@ async def _compared(
         replace(first, episode=replace(first.episode, id=scripted.id)),
         replace(last, episode=replace(last.episode, id=silent.id)),
     )
+
+
+def _failed_tools(episode: Episode) -> list[str]:
+    """Tools that raised or took too long, with what the policy would read of each."""
+    calls = [call for turn in episode.turns for call in turn.calls]
+    failed = {call.call.name: call for call in calls if call.outcome in ("tool_exception", "tool_timeout")}
+    return [
+        f"the tool {name} failed in the scripted episode: {call.result[:200]}" for name, call in failed.items()
+    ]
 
 
 def _limit_findings(config: RunConfig, episode: Episode) -> list[str]:

@@ -296,6 +296,15 @@ class TestBadInput:
         assert said in err
         assert f"{Path(agentrl.__file__).parent}/" not in err  # a traceback shows the author's lines only
 
+    def test_a_tool_that_fails_is_said(self, run, tmp_path: Path):
+        path = write(tmp_path / "tools.yaml", "env: steps.py:Steps\nmodel: {tiny: {}}\n")
+        for body, said in (("return ToolResult(", False), ("raise RuntimeError('boom') #", True)):
+            write(tmp_path / "steps.py", STEPS.replace("return ToolResult(", body))
+            _, out, err = run("check", path)
+            assert ("the tool go failed in the scripted episode: Error: RuntimeError: boom" in out) == said, (
+                out + err
+            )
+
     def test_tools_that_act_outside_are_called_only_when_asked(self, run, tmp_path: Path):
         write(tmp_path / "mine.py", MAILING)
         path = write(tmp_path / "tools.yaml", "env: mine.py:Mailing\nmodel: {tiny: {vocab: 400}}\n")
