@@ -539,13 +539,13 @@ async def test_a_row_reaches_setup_as_its_annotations_say():
     """As the arguments of a tool do: JSON lines have `"2"` and 2.0 where an int is meant, and lists for tuples."""
 
     class Typed(ToolEnv):
-        def setup(self, n: int, place: tuple[int, int], name: str = "none", **rest: object) -> str:
-            return repr((n, place, name, rest))
+        def setup(self, n: int, share: float, place: tuple[int, int], name: str = "none", **rest: object) -> str:
+            return repr((n, share, place, name, rest))
 
-    row = {"n": "2", "place": [1, 2.0], "more": "3"}
+    row = {"n": "2", "share": 1, "place": [1, 2.0], "more": "3"}
     [said], _ = await Typed().reset(Task("t", row))
-    assert said.content == "(2, (1, 2), 'none', {'more': '3'})"
-    assert row == {"n": "2", "place": [1, 2.0], "more": "3"}
+    assert said.content == "(2, 1, (1, 2), 'none', {'more': '3'})"
+    assert row == {"n": "2", "share": 1, "place": [1, 2.0], "more": "3"}
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,8 @@ def sample(logits_BV: Tensor, draw: Draw) -> Drawn:
 def _sample(logits_BV: Tensor, draw: Draw) -> Drawn:
     device, vocabulary = logits_BV.device, logits_BV.shape[1]
     greedy = draw.temperature == 0.0
-    logits_BV = logits_BV.float()
     rounding_B = _rounding(logits_BV)
+    logits_BV = logits_BV.float()
     if not (draw.temperature == 1.0).all():
         scale_B = np.where(greedy, 1.0, draw.temperature)
         logits_BV = logits_BV / torch.from_numpy(scale_B.astype(np.float32)).to(device)[:, None]
@@ -116,6 +116,8 @@ def _sample(logits_BV: Tensor, draw: Draw) -> Drawn:
 
 def _rounding(logits_BV: Tensor) -> NDArray[np.float64]:
     """Return (B,) by how much the logits of each row may differ in another batch; masked ones do not count."""
+    if logits_BV.dtype != torch.float32:  # nobody repeats draws from others, and asking a GPU takes time
+        return np.full(len(logits_BV), ROUNDING)
     ends_2B = torch.stack(torch.aminmax(logits_BV, dim=-1)).abs().cpu().numpy().astype(np.float64)
     size_B = np.where(np.isfinite(ends_2B), ends_2B, 0.0).max(0)
     return cast(NDArray[np.float64], np.maximum(ROUNDING, ROUNDING_OF_LARGE * size_B))

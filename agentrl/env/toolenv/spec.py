@@ -99,11 +99,17 @@ class SetupSpec:
     adapters: Mapping[str, TypeAdapter[object]]
 
     def converted(self, row: Mapping[str, object]) -> dict[str, object]:
-        """The arguments of a row that fits, as their annotations say: `"2"` for an `int` is 2."""
-        return {
-            name: self.adapters[name].validate_python(value, strict=False) if name in self.adapters else value
-            for name, value in row.items()
-        }
+        """The arguments of a row that fits, converted where their type is not the annotated one: `"2"` to 2."""
+        return {name: self._converted(name, value) for name, value in row.items()}
+
+    def _converted(self, name: str, value: object) -> object:
+        if (adapter := self.adapters.get(name)) is None:
+            return value
+        try:
+            adapter.validate_python(value, strict=True)
+        except ValidationError:
+            return adapter.validate_python(value, strict=False)
+        return value
 
     def problem(self, row: Mapping[str, object]) -> str | None:
         """The problem with `row`, in one line; None if it fits."""
