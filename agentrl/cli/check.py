@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -73,7 +74,8 @@ def _rehearse(path: Path, overrides: list[str], *, play: bool) -> None:
     from agentrl.view.episode_text import episode_text
     from agentrl.view.tokens import tokens_text
 
-    found = rehearsals(config, play_outside=play)
+    say = partial(SafeConsole(stderr=True).print, style="dim", soft_wrap=True)
+    found = rehearsals(config, play_outside=play, say=say)
     console = SafeConsole()
     for name, rehearsal in found.items():
         if name:

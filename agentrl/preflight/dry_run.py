@@ -52,6 +52,8 @@ from agentrl.trainer.warmup import too_long_to_sample
 from agentrl.types import LIMITS, Episode, Group, Segment, Task
 
 BY_ORACLE = "the env's oracle"
+SLOW_TURN_S, SLOW_TURNS = 1.0, 3
+"""From so many seconds of a turn, the env is checked on one task with so many turns: it is played many times."""
 PROBED_TASKS = 32
 """Opening messages that are rendered to see how long they get."""
 
@@ -91,7 +93,9 @@ class Rehearsal:
     decode: Callable[[Sequence[int]], str]
 
 
-def rehearsals(config: RunConfig, *, play_outside: bool = False) -> dict[str, Rehearsal]:
+def rehearsals(
+    config: RunConfig, *, play_outside: bool = False, say: Callable[[str], None] = lambda text: None
+) -> dict[str, Rehearsal]:
     """The rehearsal of each env by name; see `rehearse`."""
     require_extras(config)
     content = load_content(config)
@@ -101,7 +105,7 @@ def rehearsals(config: RunConfig, *, play_outside: bool = False) -> dict[str, Re
     for view in config.by_env.values():
         make_estimator(view.algorithm)
     return {
-        name: rehearse(view, play_outside=play_outside, content=content.by_env[name], everything=content)
+        name: rehearse(view, play_outside=play_outside, content=content.by_env[name], everything=content, say=say)
         for name, view in config.by_env.items()
     }
 
@@ -112,6 +116,7 @@ def rehearse(
     play_outside: bool = False,
     content: Content | None = None,
     everything: Content | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Rehearsal:
     """Load everything but the weights, play two episodes and prove the chat template.
 
@@ -119,6 +124,7 @@ def rehearse(
         play_outside: call tools that act outside of the episode (MCP servers, HTTP) as well.
         content: of the env, if it has been loaded.
         everything: the content of all envs of the run, for a tokenizer that is made from it.
+        say: called with what a person who waits should know.
 
     Raises:
         ConfigError: the env, its tasks, a tool, a reward or the tokenizer cannot be used.
@@ -140,7 +146,7 @@ def rehearse(
         tools = task_tools_now(content.make_env, content.train_tasks)
         proof.require(tools=bool(tools))
         try:
-            found = asyncio.run(_closing_pools(_rehearse(config, content, renderer, proof, max_context)))
+            found = asyncio.run(_closing_pools(_rehearse(config, content, renderer, proof, max_context, say)))
         except (InfraError, EnvError, RewardError) as e:
             raise ConfigError(f"{config.sole_env.use}: {e}") from e
     if not held_back:
@@ -174,7 +180,12 @@ async def _closing_pools(work: Coroutine[None, None, Rehearsal]) -> Rehearsal:
 
 
 async def _rehearse(
-    config: RunConfig, content: Content, renderer: Renderer, proof: Proof, max_context: int | None
+    config: RunConfig,
+    content: Content,
+    renderer: Renderer,
+    proof: Proof,
+    max_context: int | None,
+    say: Callable[[str], None],
 ) -> Rehearsal:
     noting = _Noting()
     if config.data.overlong_prompts is not None:
@@ -185,7 +196,11 @@ async def _rehearse(
     policy, played_by = _policy(config, content, task)
     scripted, transcript = await _episode(config, content, renderer, task, policy, "scripted")
     silent, _ = await _episode(config, content, renderer, task, ScriptedPolicy([]), "silent")
-    findings = await _env_findings(content)
+    turn_s = max((turn.env_seconds for turn in scripted.turns), default=0.0)
+    if slow := turn_s > SLOW_TURN_S:
+        noting.note(f"a turn took {turn_s:.1f} s, so the env was checked on one task with few turns")
+        say(f"a turn takes {turn_s:.1f} s: checking the env takes about {turn_s * SLOW_TURNS * 5:.0f} s")
+    findings = await _env_findings(content, slow=slow)
     findings += _ledger_findings(renderer, transcript)
     prompt_tokens = await _longest_opening(content, renderer)
     findings += _length_findings(config, prompt_tokens, max_context)
@@ -281,10 +296,11 @@ async def _episode(
     return replace(episode, messages=transcript.messages, turns=turns, segments=transcript.segments), transcript
 
 
-async def _env_findings(content: Content) -> list[str]:
-    tasks = [content.train_tasks[i] for i in range(min(4, len(content.train_tasks)))]
+async def _env_findings(content: Content, *, slow: bool) -> list[str]:
+    tasks = [content.train_tasks[i] for i in range(min(1 if slow else 4, len(content.train_tasks)))]
+    turns = SLOW_TURNS if slow else 12
     try:
-        await check_env(content.make_env, tasks, reward_range=(float("-inf"), float("inf")))
+        await check_env(content.make_env, tasks, reward_range=(float("-inf"), float("inf")), max_turns=turns)
     except EnvCheckError as e:
         return str(e).splitlines()
     return []

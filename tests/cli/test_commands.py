@@ -305,6 +305,25 @@ class TestBadInput:
                 out + err
             )
 
+    def test_an_env_with_slow_tools_is_checked_with_few_turns(self, run, tmp_path: Path, monkeypatch):
+        monkeypatch.setattr("agentrl.preflight.dry_run.SLOW_TURN_S", 0.05)
+        slow = (
+            "import time; time.sleep(0.1)\n"
+            "        with open('calls.txt', 'a') as file: file.write('x')\n"
+            "        return ToolResult("
+        )
+        write(tmp_path / "steps.py", STEPS.replace("return ToolResult(", slow))
+        path = write(tmp_path / "tools.yaml", "env: steps.py:Steps\nmodel: {tiny: {}}\n")
+        monkeypatch.chdir(tmp_path)
+        code, out, err = run("check", path)
+        assert code == 0, err
+        assert re.search(r"a turn takes 0\.\d s: checking the env takes about \d+ s", err)
+        assert "the env was checked on one task with few turns" in out
+        few = (tmp_path / "calls.txt").stat().st_size
+        monkeypatch.setattr("agentrl.preflight.dry_run.SLOW_TURN_S", 60.0)
+        assert "a turn takes" not in run("check", path)[2]
+        assert (tmp_path / "calls.txt").stat().st_size - few > 2 * few
+
     def test_tools_that_act_outside_are_called_only_when_asked(self, run, tmp_path: Path):
         write(tmp_path / "mine.py", MAILING)
         path = write(tmp_path / "tools.yaml", "env: mine.py:Mailing\nmodel: {tiny: {vocab: 400}}\n")
