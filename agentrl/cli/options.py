@@ -38,16 +38,22 @@ PlayOverrides = Annotated[
 
 
 def policy_folder(target: Path) -> Path:
-    """The folder that an argument means: itself, or the snapshot of a Hugging Face id in the local cache.
+    """The folder that an argument means: itself, the checkpoint of `RUN@STEP` or `RUN@best`, or the snapshot of a
+    Hugging Face id in the local cache.
 
     Raises:
+        CheckpointError: the run has no such checkpoint.
         ConfigError: the folder is neither local nor in the cache, or contains only an adapter.
     """
     from agentrl.config.hub import cached_snapshot, how_to_get, is_hub_id
     from agentrl.errors import ConfigError
     from agentrl.models.folder import refuse_adapter
+    from agentrl.run_folder.fork import parse_source
 
     text = str(target)
+    if "@" in text and not target.exists() and (Path(text.rpartition("@")[0]) / "config.yaml").is_file():
+        run, step = parse_source(text, "")
+        return run / "checkpoints" / f"step-{step}"
     if target.exists() or not is_hub_id(text):
         trained = (target.absolute().parent / "manifest.json").is_file()
         merged = (

@@ -31,15 +31,18 @@ TRIES = 3
 """How often the newest checkpoint is looked for; a run in progress may remove the one that was found."""
 
 
-def parse_source(text: str) -> tuple[Path, int]:
+def parse_source(text: str, said: str = "--from ") -> tuple[Path, int]:
     """The run folder and step of `RUN`, `RUN@STEP` or `RUN@best`; without a step, the newest checkpoint.
+
+    Args:
+        said: what stands before it, for errors.
 
     Raises:
         CheckpointError: there is no such run or checkpoint. Names those that are there.
     """
     path, at = _parts(text)
     if not (path / "config.yaml").is_file():
-        raise CheckpointError(f"--from {text}: {path} is not a run folder; give RUN or RUN@STEP")
+        raise CheckpointError(f"{said}{text}: {path} is not a run folder; give RUN or RUN@STEP")
     steps = checkpoints.steps_saved(path / "checkpoints")
     if at == "best" and (best := path / "checkpoints" / "best").exists():
         at = re.sub(r"\D", "", best.resolve().name)
@@ -47,7 +50,7 @@ def parse_source(text: str) -> tuple[Path, int]:
     if wanted not in steps:
         kept = ", ".join(map(str, steps)) or "none"
         raise CheckpointError(
-            f"--from {text}: there is no checkpoint{f' of step {at}' if at else ''} in {path} (kept: {kept}; see "
+            f"{said}{text}: there is no checkpoint{f' of step {at}' if at else ''} in {path} (kept: {kept}; see "
             "checkpoint.keep)"
         )
     return path, wanted
