@@ -517,6 +517,9 @@ def test_buckets_hold_everything_once() -> None:
 def test_tied_parameters_are_found_by_their_memory() -> None:
     a = torch.zeros(3)
     assert list(distinct({"x": a, "y": a, "z": torch.zeros(3)})) == ["x", "z"]
+    square = torch.arange(9.0).view(3, 3)
+    assert list(distinct({"x": square, "y": square.T, "z": square[:2], "w": square.view(3, 3)})) == ["x", "y", "z"]
+    assert list(distinct({"x": torch.empty(0), "y": torch.empty(0)})) == ["x", "y"]
 
 
 def heard(told: list[TokenLogprob]) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -46,11 +46,11 @@ class WeightSync(Protocol):
 
 def distinct(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Keep only the first name of tied parameters: servers tie them again by the model's configuration."""
-    seen: set[tuple[int, torch.Size]] = set()
+    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     found = {}
     for name, tensor in weights.items():
-        key = (tensor.data_ptr(), tensor.shape)
-        if key not in seen:
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if key not in seen or tensor.numel() == 0:  # empty ones all have the same address
             seen.add(key)
             found[name] = tensor
     return found
