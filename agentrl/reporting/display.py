@@ -433,9 +433,11 @@ def summary_text(summary: Summary, *, again: str, columns: int = 100) -> Text:
     rows.append(("run folder", run, "", ""))
 
     lines = [Text("\n").append(title, style="bold")]
-    for text in (*summary.biased, *summary.problems):
-        said = textwrap.wrap(f"warning: {visible(text)}", max(columns - 3, 40))
-        lines.append(Text("  " + "\n    ".join(said), style="yellow"))
+    problems = [("warning", "yellow", text) for text in summary.biased]
+    problems += [("error", "red", text) for text in summary.problems]  # as `agentrl doctor` says them
+    for severity, style, text in problems:
+        said = textwrap.wrap(f"{severity}: {visible(text)}", max(columns - 3, 40))
+        lines.append(Text("  " + "\n    ".join(said), style=style))
     width = max(len(value) for name, value, remark, _ in rows if remark)
     for name, value, remark, style in rows:
         line = Text(f"  {name:<16}").append(value, style=style)

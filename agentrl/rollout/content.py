@@ -216,7 +216,10 @@ def env_factory(env_class: type[Env], config: RunConfig) -> Callable[[], Env]:
     try:
         make()
     except (TypeError, ValueError, OSError) as e:
-        raise ConfigError(f"env.options {dict(options)} do not fit {config.sole_env.use}: {e}") from e
+        raise ConfigError(
+            f"env.options {dict(options)} do not fit {config.sole_env.use}: {e}; they are the arguments of "
+            "its __init__"
+        ) from e
     except AgentRLError:
         raise
     except Exception as e:

@@ -188,7 +188,7 @@ def test_the_summary_says_why_episodes_were_lost_and_what_the_doctor_is_sure_of(
     text = summary_text(summary, again="x", columns=80).plain
     assert max(map(len, text.splitlines())) < 80
     assert "3 InfraError (the stock service is down); most on" in " ".join(text.split())
-    assert "warning: all answers are the same error" in text
+    assert "error: all answers are the same error" in text
     assert "next:  agentrl doctor runs/shop" in text
 
 
