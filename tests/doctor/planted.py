@@ -339,9 +339,9 @@ FAULTS: tuple[Planted, ...] = (
         ("entropy-collapse",),
         "algorithm.kl.coef",
         changes={
-            "steps": 12,
-            "optim": {"lr": 5e-3},
-            "algorithm": {"entropy_coef": 0.2, "kl": {"coef": 0.0001}},
+            "steps": 40,
+            "optim": {"lr": 3e-3},
+            "algorithm": {"entropy_coef": 2.0, "kl": {"coef": 0.0001}},
         },
         inject=_make(wrong_sign, entropy_coef=0.0),
     ),
