@@ -204,7 +204,7 @@ def test_eval_plays_a_run_a_checkpoint_and_a_bare_model(agentrl: Callable[..., D
     assert "have no task in common" in compared.stderr
     shown = agentrl("show", "f", cwd=trained)
     assert "eval/g0/e0" in shown.stdout
-    step = agentrl("eval", f"{run}@2", "--tasks", "1", "--out", "g", cwd=trained)
+    step = agentrl("eval", f"{run}@2", "--tasks", "1", "--out", "at-step", cwd=trained)
     assert step.returncode == 0, step.stderr
     assert "step-2" in step.stdout
     missing = agentrl("eval", f"{run}@7", cwd=trained)
