@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import sys
 import traceback
 import warnings
@@ -91,9 +90,9 @@ app.add_typer(env.app, name="env")
 app.add_typer(config.app, name="config")
 app.add_typer(sandbox.app, name="sandbox")
 
-PLACES: set[int | None] = {errno.EACCES, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOSPC, errno.EPERM, errno.EROFS}
+PLACES = {errno.EACCES, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOSPC, errno.EPERM, errno.EROFS}
 """File-system errors the program cannot fix; reported in one line."""
-FULL: set[int | None] = {errno.EDQUOT, errno.ENOSPC}
+FULL = {errno.EDQUOT, errno.ENOSPC}
 CONFIG_EXIT = 2
 """Exit code for user errors, including usage errors."""
 
@@ -113,16 +112,16 @@ def _visible_warning(
 
 def _place_error(error: Exception) -> str | None:
     """An error of the file system that the program cannot fix, in one line; None if it is another one."""
-    if isinstance(error, OSError):
-        number, place = error.errno, error.filename
-    else:  # safetensors reports it as text
-        match = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__name__ == "SafetensorError" else None
-        number, place = int(match[1]) if match else None, None
-    if number not in PLACES or (place is None and number not in FULL):
+    from agentrl.run_folder.files import file_error
+
+    error = file_error(error)
+    if not isinstance(error, OSError) or error.errno not in PLACES:
         return None
-    where = "" if place is None else f"{str(place)[:200]}: "
-    remedy = "; free some space and run the same command again" if number in FULL else ""
-    return f"{where}{os.strerror(number or 0)}{remedy}"
+    full = error.errno in FULL
+    if error.filename is None and not full:
+        return None
+    where = "" if error.filename is None else f"{str(error.filename)[:200]}: "
+    return f"{where}{error.strerror}" + ("; free some space and run the same command again" if full else "")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

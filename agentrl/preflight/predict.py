@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from agentrl.config.engine import SERVERS
 from agentrl.config.run import RunConfig
 from agentrl.preflight.estimate import Arithmetic
 from agentrl.preflight.machines import Machine
@@ -93,7 +94,7 @@ def _rollout(config: RunConfig, shape: ModelShape, batch: Arithmetic, machine: M
 def _update(
     config: RunConfig, shape: ModelShape, critic: ModelShape | None, batch: Arithmetic, machine: Machine
 ) -> float:
-    """Each model on its ranks; the policy waits for those that have ranks of their own."""
+    """All passes of an update; models on dedicated ranks run first, while the policy waits."""
     algorithm, learner = config.algorithm, config.learner
     again = 1.0 if learner.checkpoint_activations else 0.0
     passes = algorithm.epochs * ((3.0 if learner.lora is None else 2.0) + again)  # forward; backward of both kinds
@@ -145,7 +146,13 @@ def _knob(config: RunConfig, rollout: float, update: float, publish: float) -> s
     if most == "publish":
         if not config.engine.on_servers:
             return "engine.kind: sglang"
-        sync = config.engine.resolved_sync
-        faster = {"disk": "broadcast, tensor or delta", "tensor": "broadcast or delta", "broadcast": "delta"}
-        return f"engine.sync: {faster[sync]}" if sync in faster else "engine.server.replicas (fewer)"
+        engine = config.engine
+        faster = {
+            "disk": ("broadcast", "tensor", "delta"),
+            "tensor": ("broadcast", "delta"),
+            "broadcast": ("delta",),
+        }
+        ways = [way for way in faster.get(engine.resolved_sync, ()) if way in SERVERS[engine.kind]]
+        ways = [way for way in ways if way != "delta" or not engine.server.sleep]
+        return f"engine.sync: {' or '.join(ways)}" if ways else "engine.server.replicas (fewer)"
     return "engine.server.replicas (more GPUs for sampling)" if config.engine.on_servers else "engine.kind: sglang"

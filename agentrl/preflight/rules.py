@@ -284,7 +284,7 @@ def named_machine(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFind
     started = engine.on_servers and not server.urls
     serving = server.replicas * server.tensor_parallel if started else 0
     if config.learner_on_ray and not engine.on_servers and not engine.own:
-        serving = 1  # in the process of the run, beside the ranks
+        serving = 1  # the embedded engine needs a GPU that no rank uses
     yield from _shared_gpus(config, plan.machine)
     needed = max(learner, serving) if server.sleep else learner + serving
     if needed > total:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import threading
 from collections.abc import Iterable, Iterator
@@ -91,6 +92,15 @@ def fsync_dir(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def file_error(error: Exception, path: Path | None = None) -> Exception:
+    """The file-system error that safetensors reports as text, as an OSError; any other error unchanged."""
+    match = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__name__ == "SafetensorError" else None
+    if match is None:
+        return error
+    number = int(match[1])
+    return OSError(number, os.strerror(number), None if path is None else str(path))
 
 
 def write_atomic(path: Path, data: bytes | Iterable[bytes]) -> None:

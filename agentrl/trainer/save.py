@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from agentrl.errors import CheckpointError
 from agentrl.learner.learner import Learner
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.renderer import RENDERER_FILE
+from agentrl.run_folder.files import file_error
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer.algorithm import Algorithm
 from agentrl.trainer.feed import save_feed
@@ -63,7 +62,7 @@ class Checkpoints:
                 with rest:
                     write(folder)
             except SafetensorError as e:
-                raise _os_error(e, folder) from e
+                raise file_error(e, folder) from e
             except OSError as e:
                 e.filename = e.filename or str(folder)
                 raise
@@ -81,12 +80,6 @@ class Checkpoints:
         saving, self._saving = self._saving, None
         if saving is not None:
             await saving
-
-
-def _os_error(error: SafetensorError, folder: Path) -> Exception:
-    """The error of the file system that safetensors reports as text; the same error if it reports another."""
-    number = re.search(r"\(os error (\d+)\)", str(error))
-    return OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) if number else error
 
 
 async def resume(learner: Learner, algorithm: Algorithm, directory: Path) -> None:

@@ -269,14 +269,14 @@ def test_what_changed_is_sent_sooner_than_everything(tmp_path: Path):
 
 def test_models_with_ranks_of_their_own_take_their_time(tmp_path: Path):
     arguments = (tmp_path, "qwen3-8b-8gpu", "8b", "8xH100")
-    beside = planned(*arguments, "algorithm.kl.coef=0.01")["prediction"]["update"]
+    shared = planned(*arguments, "algorithm.kl.coef=0.01")["prediction"]["update"]
     apart = planned(*arguments, "algorithm.kl.coef=0.01", "learner.reference_ranks=1", "learner.ranks=3")[
         "prediction"
     ]["update"]
-    assert apart > 1.5 * beside, "one rank reads for the reference what four read before"
+    assert apart > 1.5 * shared, "one rank runs the reference pass that four ranks shared"
     small = folder(tmp_path / "small", "0.6b")
     ppo = planned(*arguments, "algorithm.advantage=gae", f"critic.path={small}")["prediction"]["update"]
-    assert ppo < 1.3 * beside, "a critic of a tenth of the size"
+    assert ppo < 1.3 * shared, "the critic is a tenth of the policy's size"
 
 
 @pytest.mark.parametrize("size", ["nan", "inf", "0", "-5"])

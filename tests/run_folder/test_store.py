@@ -24,10 +24,9 @@ from agentrl.config.schema import fields
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.reporting.report import Summary
 from agentrl.run_folder import checkpoints
-from agentrl.run_folder.files import write_atomic
+from agentrl.run_folder.files import file_error, write_atomic
 from agentrl.run_folder.records import EpisodeRecord, read_episodes, read_records, recorded_steps
 from agentrl.run_folder.store import RunStore, find_checkpoint
-from agentrl.trainer.save import _os_error
 from agentrl.types import (
     CallRecord,
     Episode,
@@ -452,8 +451,8 @@ def test_a_full_disk_is_an_error_with_a_place(tmp_path: Path, monkeypatch: pytes
 
 def test_safetensors_says_the_error_of_the_file_system_as_text(tmp_path: Path):
     text = "Error while serializing: I/O error: No space left on device (os error 28)"
-    found = _os_error(SafetensorError(text), tmp_path)
+    found = file_error(SafetensorError(text), tmp_path)
     assert isinstance(found, OSError)
     assert (found.errno, found.filename) == (errno.ENOSPC, str(tmp_path))
     other = SafetensorError("invalid header")
-    assert _os_error(other, tmp_path) is other
+    assert file_error(other, tmp_path) is other
