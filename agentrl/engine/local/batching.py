@@ -146,12 +146,12 @@ class Batcher:
         for slot in np.flatnonzero(~self.table.active):
             self._forget(int(slot))
 
-    def abort(self, error: Exception | None = None) -> None:
-        """Answer everything at once: with `error`, or with the tokens sampled so far and finish "abort"."""
+    def abort(self) -> None:
+        """Answer everything at once, with the tokens sampled so far and finish "abort"."""
         for slot in np.flatnonzero(self.table.active):
             self.waiting[self._leave(int(slot))] = None
         for request in self.waiting:
-            request.deliver(error or self._completion(request, "abort"))
+            request.deliver(self._completion(request, "abort"))
         self.waiting.clear()
 
     def step(self) -> None:

@@ -101,11 +101,6 @@ class FlatModel:
         )
         return cast(Tensor, out.logits)[0]
 
-    def packed(self, rows: Sequence[Sequence[int]], plan: PackedAttention | None = None) -> Tensor:
-        """Compute logits (N, V) of whole sequences, without a cache."""
-        plan = plan or PackedAttention([len(row) for row in rows])
-        return self._forward(self.module, *self._flat(rows), plan)
-
     def alone(self, ids: Sequence[int] | NDArray[np.int64]) -> Tensor:
         """Compute the logits (V,) after these tokens, the same bits each time: without a batch and a cache."""
         ids_N = torch.as_tensor(ids, dtype=torch.long, device=self.device)
