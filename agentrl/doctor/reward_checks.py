@@ -175,10 +175,12 @@ def faults(evidence: Evidence) -> Iterator[Finding]:
     for name, count in names.items():
         text, step, id = texts[name]
         if count >= 3 and count >= 0.01 * len(evidence.episodes):
+            first, every = text.partition("\n")[0], len(evidence.episodes)
+            sure = count == every or "not a number" in text or re.search(r"\bnan\b", text.lower()) is not None
             yield Finding(
                 "reward-at-fault",
-                "error" if "not a number" in text or "nan" in text.lower() else "warning",
-                f"the reward {name} failed in {count} of {len(evidence.episodes)} episodes: {text[:160]}",
+                "error" if sure else "warning",
+                f"the reward {name} failed in {count} of {every} episodes: {first[:160]}",
                 f"the reward {name} of the env; a fault scores 0, so the policy learns to cause it or to avoid it",
                 step=step,
                 episode=id,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.doctor.evidence import Evidence, Played
-from agentrl.doctor.reward_checks import constant_parts, ignores_tools
+from agentrl.doctor.reward_checks import constant_parts, faults, ignores_tools
 
 
 def episode(number: int, *, calls: bool, answer: str, reward: float, **parts: float) -> Played:
@@ -74,3 +74,22 @@ def test_a_judge_that_nearly_always_says_the_same(
         for n in range(200)
     ]
     assert [finding.severity for finding in constant_parts(of(tmp_path, episodes))] == found
+
+
+@pytest.mark.parametrize(
+    ("text", "failed", "severity"),
+    [
+        ("reward 'right' of E raised KeyError: 'tenant'\nTraceback: ...", 20, "error"),  # every episode
+        ("reward 'right' of E raised KeyError: 'tenant'\nTraceback: ...", 5, "warning"),
+        ("reward 'right' of E returned nan, which is not finite", 5, "error"),
+    ],
+)
+def test_a_reward_that_never_works_is_an_error_and_told_in_one_line(
+    tmp_path: Path, text: str, failed: int, severity: str
+):
+    episodes = [episode(n, calls=False, answer="x", reward=0.0) for n in range(20)]
+    for played in episodes[:failed]:
+        played.raw["faults"] = {"right": text}
+    (finding,) = faults(of(tmp_path, episodes))
+    assert (finding.name, finding.severity) == ("reward-at-fault", severity)
+    assert finding.text == f"the reward right failed in {failed} of 20 episodes: {text.splitlines()[0]}"
