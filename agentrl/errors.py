@@ -87,6 +87,13 @@ def traceback_of(error: BaseException) -> str:
     return text if len(text) <= _TRACE_CHARS else "[...] " + text[-_TRACE_CHARS:]
 
 
+def infra_error(error: BaseException) -> InfraError | None:
+    """The InfraError that this error is, or that a group holds, as `asyncio.TaskGroup` raises them; else None."""
+    if isinstance(error, BaseExceptionGroup):
+        return next(filter(None, map(infra_error, error.exceptions)), None)
+    return error if isinstance(error, InfraError) else None
+
+
 def first_error(error: BaseException) -> BaseException:
     """The first single error inside a group; any other error unchanged. One cause is enough to read."""
     while isinstance(error, BaseExceptionGroup):

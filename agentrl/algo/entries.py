@@ -5,13 +5,14 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Iterable
 from importlib import import_module
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from agentrl.algo.late import Tensor
 from agentrl.algo.parameters import Named
 from agentrl.algo.ratio import LossOutput
 from agentrl.algo.step_data import Advantages, StepData
 
+Signal = Literal["sum", "parts", "turns"]
 Entry = TypeVar("Entry", "PolicyLoss", "Estimator")
 
 
@@ -39,6 +40,8 @@ class Estimator(NamedTuple):
     """Fields of StepData that may not be None."""
     compares: bool = True
     """Whether an episode is compared with its siblings, so that equal rewards carry no signal."""
+    signal: Signal = "sum"
+    """What of the rewards has to differ within a group: their sums, their named parts, or those of turns."""
 
 
 def entries_in(package: str, path: Iterable[str], kind: type[Entry]) -> dict[str, Entry]:

@@ -21,6 +21,10 @@ def check_sections(config: RunConfig) -> None:
     _check_envs(config)
     _check_models(config)
     for name, view in config.by_env.items():
+        try:
+            view.algorithm.refuse_dead_keys()  # its advantage may be another than the run's
+        except ValueError as e:
+            raise ValueError(f"envs.{name}: {e}") from None
         _check_group_size(view, name)
         _check_room(view, name)
     _check_step(config)
@@ -170,6 +174,11 @@ def _check_step(config: RunConfig) -> None:
         raise ValueError(
             f"optim.warmup_steps is {config.optim.warmup_steps}, and the run has {config.steps} steps: the "
             "learning rate would never reach optim.lr; lower it, or raise steps"
+        )
+    if critic is not None and critic.warmup_steps >= config.steps:
+        raise ValueError(
+            f"critic.warmup_steps is {critic.warmup_steps}, and the run has {config.steps} steps: none would "
+            "train the policy; lower it, or raise steps"
         )
     if critic is not None:
         check_sequence_ranks(config.learner.sequence_ranks, "critic.ranks", critic.ranks)

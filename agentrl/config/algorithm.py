@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.advantages.grpo import GRPO
 from agentrl.algo.correction import Correction, DriftGate
+from agentrl.algo.entries import Signal
 from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.algo.losses.ppo_clip import PPOClip
 from agentrl.algo.parameters import (
@@ -45,6 +46,11 @@ def _check_rule(statistic: str, limit: float | tuple[float, float]) -> None:
     low, high = limit if isinstance(limit, tuple) else (None, limit)
     if low is not None and not statistic.endswith("k1"):
         raise ValueError(f"reject: {statistic} is never negative: give its highest value only, not {limit}")
+    if low is None and statistic.endswith("k1") and 0 < high < 1:
+        raise ValueError(
+            f"reject: {statistic} alone means from 1/{high:g} to {high:g}, which is nothing: give at least 1, or "
+            "[lowest, highest]"
+        )
     if not high > 0 or (low is not None and not 0 < low <= high):
         raise ValueError(f"reject: {statistic} needs a limit above 0 (or 0 < lowest <= highest), got {limit}")
 
@@ -206,9 +212,13 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _no_dead_keys(self) -> Self:
+        self.refuse_dead_keys()
+        return self
+
+    def refuse_dead_keys(self) -> None:
+        """Raises ValueError for keys that are missing or have no effect."""
         for problem in _dead_keys(self):
             raise ValueError(problem)
-        return self
 
     def decided(self, max_staleness: int) -> AlgorithmConfig:
         """The section with `old_logprobs: auto` resolved for a run with this `rollout.max_staleness`."""
@@ -216,6 +226,11 @@ class AlgorithmConfig(Section):
             return self
         stale = max_staleness > 0 and self.correction.importance == "none"
         return self.model_copy(update={"old_logprobs": "sampler" if stale else "learner"})
+
+    @property
+    def signal(self) -> Signal:
+        """What of the rewards the advantage compares."""
+        return ESTIMATORS[self.advantage.name].signal if isinstance(self.advantage, Named) else "sum"
 
     @property
     def compares(self) -> bool:

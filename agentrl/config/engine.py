@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -67,9 +68,15 @@ class ServerConfig(Section):
     @field_validator("urls")
     @classmethod
     def _addresses(cls, urls: list[str]) -> list[str]:
-        for url in urls:
+        for place, url in enumerate(urls):
             if problem := address_problem(url):
                 raise ValueError(f"{url}: {problem}; give an address such as http://127.0.0.1:30000")
+            parts = urlsplit(url)
+            extra = parts.path.rstrip("/") if parts.path.rstrip("/") == "/v1" else parts.query or parts.fragment
+            if extra:
+                raise ValueError(f"{url}: leave out {extra!r}: the engine adds paths of its own to the address")
+            if url.rstrip("/") in {other.rstrip("/") for other in urls[:place]}:
+                raise ValueError(f"{url} is there twice; give each server once")
         return urls
 
 

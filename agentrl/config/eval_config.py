@@ -5,10 +5,19 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from agentrl.config.facts import Advanced, DataFiles, NeverWhen, NeverWith, UnusedBy
-from agentrl.config.section import Count, Positive, Section
+from agentrl.config.section import COLDEST, HOTTEST, Count, Positive, Section
+
+
+def _greedy_or_warm(temperature: float) -> float:
+    if 0 < temperature < COLDEST:
+        raise ValueError(f"must be 0, which is greedy, or at least {COLDEST}, got {temperature:g}")
+    return temperature
+
+
+EvalTemperature = Annotated[float, Field(ge=0, le=HOTTEST), AfterValidator(_greedy_or_warm)]
 
 
 class EvalSetConfig(Section):
@@ -27,7 +36,7 @@ class EvalSetConfig(Section):
     """Also evaluate before the first step."""
     attempts: Annotated[int, Field(gt=0, le=65_536)] | None = None
     """Episodes per task."""
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: EvalTemperature | None = None
     """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Nucleus sampling; 1 disables it."""
@@ -54,7 +63,7 @@ class EvalConfig(Section):
     attempts: Annotated[int, Field(gt=0, le=65_536)] = 1
     """Episodes per held-out task. With more than one, `held_out` is the mean over all of them, `held_out_pass` the
     share of tasks solved at least once (pass@n), and `held_out_pass@k` the estimate for k = 2, 4, ... below n."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: EvalTemperature = 0.0
     """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1), NeverWhen("temperature", 0)] = 1.0
     """Nucleus sampling: keep the most likely tokens up to this cumulative probability; 1 disables it."""

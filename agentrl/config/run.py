@@ -30,7 +30,7 @@ from agentrl.config.facts import (
 from agentrl.config.loggers import LoggerConfig
 from agentrl.config.place import Places
 from agentrl.config.reward_model import RewardModelConfig
-from agentrl.config.section import Count, Device, Fraction, Positive, Section
+from agentrl.config.section import COLDEST, HOTTEST, Count, Device, Fraction, Positive, Section
 
 
 class TinyModel(Section):
@@ -225,10 +225,15 @@ class WarmupConfig(Section):
     """Demonstrations per optimizer step."""
 
     @model_validator(mode="after")
-    def _anneal_fits(self) -> Self:
+    def _ends_fit(self) -> Self:
         if self.anneal_epochs >= self.max_epochs:
             raise ValueError(
                 f"anneal_epochs = {self.anneal_epochs} leaves nothing of max_epochs = {self.max_epochs}: lower it"
+            )
+        if self.at_least > self.until_pass:
+            raise ValueError(
+                f"until_pass = {self.until_pass} ends the cold start below at_least = {self.at_least}, which then "
+                "stops the run: raise the one, or lower the other"
             )
         return self
 
@@ -240,7 +245,7 @@ class RolloutConfig(Section):
     """Tasks per step."""
     group_size: Annotated[int, Field(gt=0, le=65_536)] = 8
     """Group size: episodes per task, whose rewards are compared with one another."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(ge=COLDEST, le=HOTTEST)] = 1.0
     """Sampling temperature; the learner divides its logits by the same value."""
     max_turns: Positive = 8
     """Maximum completions per episode."""

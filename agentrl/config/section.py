@@ -12,6 +12,8 @@ from agentrl.config.facts import Effect, effects
 from agentrl.config.place import Loc, dotted
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+COLDEST, HOTTEST = 1e-5, 1e4
+"""Limits of a temperature above 0: divided by less or by more, logits are no numbers, or all equal."""
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")]

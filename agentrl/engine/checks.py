@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.config.section import COLDEST
 from agentrl.types import Sampling
-
-COLDEST = 1e-5
-"""Smallest temperature above 0: divided by less, logits are no numbers."""
 
 
 def check_sampling(sampling: Sampling) -> None:

@@ -30,7 +30,7 @@ from agentrl.learner.picked import picked
 from agentrl.learner.policy_model import checkpoint_activations
 from agentrl.learner.rank import LearnerSpec, Note
 from agentrl.learner.sequence_check import check_sequence
-from agentrl.learner.shard import World, whole
+from agentrl.learner.shard import World, all_finite, whole
 from agentrl.learner.split import Columns, MicroBatches, Rows
 from agentrl.learner.state import TrainingState, copy_state, restore_optimizer, whole_weights
 from agentrl.models.device import pick_device
@@ -184,7 +184,7 @@ class Critic:
         """One optimizer update with the clipped gradient, at `factor` times the learning rate.
 
         Raises:
-            AgentRLError: the gradient is not finite; the critic is unchanged.
+            AgentRLError: the gradient is not finite, and the critic unchanged; or the update is not finite.
         """
         norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.critic.max_grad_norm))
         if not math.isfinite(float(norm)):
@@ -196,6 +196,11 @@ class Critic:
             group["lr"] = self.critic.lr * factor
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if not all_finite(self.model.parameters()):
+            raise AgentRLError(
+                f"{when}: the update made weights of the critic that are not finite; lower critic.lr "
+                f"({self.critic.lr:g})"
+            )
         return {"critic/grad_norm": max_of(norm[None])}
 
     def state(self, note: Note) -> TrainingState:

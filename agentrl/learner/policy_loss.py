@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from agentrl.algo.parameters import Named
 from agentrl.algo.ratio import LossOutput
 from agentrl.config.algorithm import AlgorithmConfig, CorrectionConfig
 from agentrl.config.choice import OwnFunction
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, traceback_of
 from agentrl.importing import load_function, try_function
 from agentrl.learner.logprobs import TokenStats
 from agentrl.learner.pack import Packed
@@ -187,16 +187,23 @@ def _own_loss(own: OwnFunction) -> Callable[..., LossOutput]:
     function = load_function(own.use, where)
 
     def loss(*tensors_T: Tensor) -> LossOutput:
-        found = function(*tensors_T, **options)
-        value, metrics = found if isinstance(found, tuple) else (found, {})
-        return value, _metrics(metrics)
+        try:
+            found = function(*tensors_T, **options)
+        except Exception as e:
+            raise ConfigError(f"{where} raised {type(e).__name__}: {e}\n{traceback_of(e)}") from e
+        value, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+        if not isinstance(value, Tensor) or value.shape != () or not bool(value.isfinite()):
+            raise ConfigError(f"{where}: must return a finite scalar tensor (or that and metrics), got {value!r}")
+        return value, _metrics(metrics, where)
 
     try_function(lambda: _check_loss(loss, where), where)
     return loss
 
 
-def _metrics(given: Mapping[str, Any]) -> Metrics:
-    """Metrics unchanged; plain tensors become the mean of their values."""
+def _metrics(given: object, where: str) -> Metrics:
+    """Metrics unchanged; plain tensors become the mean of their values. Raises ConfigError if they are none."""
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(f"{where}: metrics must be a mapping from names to numbers, got {given!r:.200}")
     return {name: m if isinstance(m, Metric) else mean_of(torch.as_tensor(m)) for name, m in given.items()}
 
 
@@ -215,8 +222,6 @@ def _check_loss(loss: Callable[..., LossOutput], where: str) -> None:
         leaf_T = new_T[part].clone().requires_grad_()
         sequence = sequence_T[part] - sequence_T[part][0]
         value, _ = loss(leaf_T, old_T[part], advantages_T[part], weights_T[part], sequence, mask_T[part])
-        if not isinstance(value, Tensor) or value.shape != () or not bool(value.isfinite()):
-            raise ConfigError(f"{where}: must return a finite scalar tensor (or that and metrics), got {value!r}")
         if not value.requires_grad:
             raise ConfigError(f"{where}: its value does not depend on logprobs_T: there is nothing to train")
         value.backward()  # type: ignore[no-untyped-call]

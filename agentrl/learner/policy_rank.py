@@ -38,7 +38,7 @@ from agentrl.learner.policy_model import checkpoint_activations, empty_policy, l
 from agentrl.learner.rank import InProcess, LearnerSpec, Note
 from agentrl.learner.routing_replay import check_replay, route_metrics
 from agentrl.learner.sequence_check import check_sequence
-from agentrl.learner.shard import World, check_offload, whole
+from agentrl.learner.shard import World, all_finite, check_offload, whole
 from agentrl.learner.split import Columns, MicroBatches, RankResult, Rows, TokenValues
 from agentrl.learner.state import TrainingState, copy_state, restore_optimizer, whole_weights
 from agentrl.models.device import pick_device
@@ -154,7 +154,8 @@ class LocalPolicyRank:
             ]
             losses = [loss for _, loss in found]
             norm = self._optimizer_step(
-                f"step {self.steps_done + 1}", f"lower optim.lr ({self.optim_config.lr:g})"
+                f"step {self.steps_done + 1}",
+                f"lower optim.lr ({self.optim_config.lr:g}), or rewards and coefficients, if they are large",
             )
             metrics = to_host(merge_metrics([loss.metrics for loss in losses]))
             updates.append(metrics | {"grad_norm": Metric("max", norm)})
@@ -240,7 +241,7 @@ class LocalPolicyRank:
         """One optimizer update with the clipped gradient; returns its norm before clipping.
 
         Raises:
-            AgentRLError: the gradient is not finite; the policy is unchanged.
+            AgentRLError: the gradient is not finite, and the policy unchanged; or the update is not finite.
         """
         norm = float(
             whole(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.optim_config.max_grad_norm))
@@ -250,6 +251,8 @@ class LocalPolicyRank:
         self.optimizer.zero_grad(set_to_none=True)
         if not math.isfinite(norm):
             raise AgentRLError(f"{when}: the gradient is {norm}; {advice}")
+        if not all_finite(self.policy.parameters()):
+            raise AgentRLError(f"{when}: the update made weights that are not finite; {advice}")
         return norm
 
     def weights(self) -> dict[str, Tensor]:

@@ -7,7 +7,8 @@ counts over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
@@ -145,6 +146,13 @@ def whole(tensor: Tensor) -> Tensor:
     """The full tensor of a shard, without gradient; every rank must ask for it at the same time."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def all_finite(parameters: Iterable[Tensor]) -> bool:
+    """Whether this rank's shards of the parameters have finite numbers only."""
+    shards = [one.to_local() if isinstance(one := p.detach(), DTensor) else one for p in parameters]
+    largest = torch._foreach_norm([shard for shard in shards if shard.numel()], math.inf)
+    return not largest or bool(torch.stack([one.float() for one in largest]).isfinite().all())
 
 
 def collected(tensor: Tensor, world: World) -> Tensor:

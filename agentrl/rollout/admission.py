@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
-from agentrl.env.curriculum import has_signal
+from agentrl.algo.entries import Signal
 from agentrl.env.mixture import TaskSource
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import ConfigError
-from agentrl.rollout.episode_metrics import solved, undeclared
+from agentrl.rollout.episode_metrics import group_has_signal, solved, undeclared
 from agentrl.types import Group, Task
 
 
@@ -82,6 +83,7 @@ class Admission:
         max_staleness: int = 0,
         groups_ahead: int | None = None,
         refill: int | Mapping[str, int] = 0,
+        signals: Mapping[str, Signal] = MappingProxyType({}),
         label: str = "s{step}",
     ) -> None:
         """Start before step `first_step`.
@@ -96,13 +98,14 @@ class Admission:
                 allows.
             refill: maximum groups per step that are replaced because all their episodes scored the same; or that
                 number for each env by name.
+            signals: by env, what of the rewards has to differ; else their sums.
             label: name prefix for the groups of a step.
         """
         self.sampler, self.next_step, self.last_step = sampler, first_step, last_step
         self.groups_per_step, self.max_staleness = groups_per_step, max_staleness
         self.refill = refill if isinstance(refill, Mapping) else {"": refill}
         self.groups_ahead = max_staleness * groups_per_step if groups_ahead is None else groups_ahead
-        self._label = label
+        self._label, self._signals = label, signals
         self._planned = (first_step - 1) * groups_per_step
         self._pending: deque[Place] = deque()  # admitted before new ones
         self._under_way: list[Ticket] = []
@@ -136,7 +139,7 @@ class Admission:
         """
         while (chosen := self._choose()) is not None:
             self._report(chosen)
-            dull = [t for t in chosen if t.group and not has_signal([e.reward or 0.0 for e in t.group.episodes])]
+            dull = [t for t in chosen if t.group and not self._has_signal(t.group)]
             if dull := self._replaceable(dull):
                 self._put_aside(dull)
                 continue
@@ -188,6 +191,9 @@ class Admission:
             if count > (deadline - self.next_step) * self.groups_per_step:
                 return None
         return sorted(chosen, key=lambda t: t.place.order)
+
+    def _has_signal(self, group: Group) -> bool:
+        return group_has_signal(group, self._signals.get(group.task.env, "sum"))
 
     def _report(self, chosen: Sequence[Ticket]) -> None:
         for ticket in chosen:

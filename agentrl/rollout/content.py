@@ -117,15 +117,18 @@ def _eval_set(env_class: type[Env], config: RunConfig, name: str, held_out: Sequ
 
 def check_held_out(config: RunConfig, content: Content) -> None:
     """Evaluation settings require tasks. Raises ConfigError if there are none."""
+    if any(len(tasks) for c in content.by_env.values() for tasks in c.held_out_sets):
+        return
     default = type(config.eval)()
-    held_out = any(len(tasks) for c in content.by_env.values() for tasks in c.held_out_sets)
-    for key in ("every", "tasks"):
-        value = getattr(config.eval, key)
-        if not held_out and value != getattr(default, key):
-            raise ConfigError(
-                f"eval.{key} is {value}, and there are no held-out tasks: name a file under data.held_out, or "
-                "remove the key"
-            )
+    keys = {f"eval.{key}": getattr(config.eval, key) for key in sorted(config.eval.written - {"sets"})}
+    given = {key: value for key, value in keys.items() if value != getattr(default, key.removeprefix("eval."))}
+    if config.checkpoint.best and "best" in config.checkpoint.written:
+        given["checkpoint.best"] = True
+    for key, value in given.items():
+        raise ConfigError(
+            f"{key} is {str(value).lower()}, and there are no held-out tasks: name a file under data.held_out, or "
+            "remove the key"
+        )
 
 
 def require_solved(content: Content, what: str) -> None:

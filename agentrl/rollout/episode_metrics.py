@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from agentrl.algo.entries import Signal
+from agentrl.env.curriculum import has_signal
 from agentrl.run_folder.redraws import Redraws, fault_metrics
 from agentrl.types import LIMITS, Episode, Group, StopReason
 
@@ -74,6 +76,16 @@ def reward_parts(episode: Episode) -> dict[str, float]:
             part = name.removeprefix(_OF_TURNS)
             parts[part] = parts.get(part, 0.0) + value
     return parts
+
+
+def group_has_signal(group: Group, signal: Signal = "sum") -> bool:
+    """Whether the rewards of a group's episodes differ, or their named parts, or those of their turns."""
+    if has_signal([episode.reward or 0.0 for episode in group.episodes]):
+        return True
+    if signal == "parts":
+        return any(reward_parts(episode) != reward_parts(group.episodes[0]) for episode in group.episodes)
+    turns = [[turn.reward for turn in episode.turns] for episode in group.episodes]
+    return signal == "turns" and any(map(any, turns)) and any(one != turns[0] for one in turns)
 
 
 def _sampled(episode: Episode) -> int:

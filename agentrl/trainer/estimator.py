@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -15,11 +15,13 @@ from agentrl.algo.parameters import Named
 from agentrl.algo.step_data import Advantages, StepData
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.choice import OwnFunction
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, traceback_of
 from agentrl.importing import load_function, try_function
 
 OCCASIONAL = ("turns", "overlong", "reward_model")
 """Parts of the reward that may be missing from every episode of a step."""
+ELSEWHERE = frozenset({"values_N", "greedy_E"})
+"""Fields that are there with one estimator of ours only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ def make_estimator(config: AlgorithmConfig) -> NamedEstimator:
         ConfigError: a user-supplied function cannot be loaded or is invalid.
     """
     chosen = config.advantage
-    return _own_estimator(chosen) if isinstance(chosen, OwnFunction) else _built_in(chosen)
+    return _own_estimator(chosen, config) if isinstance(chosen, OwnFunction) else _built_in(chosen)
 
 
 def _built_in(parameters: Named) -> NamedEstimator:
@@ -69,37 +71,55 @@ def _may_come(part: str, names: Sequence[str]) -> bool:
     return part in (*names, *OCCASIONAL) or function in {name.partition("/")[0] for name in names if "/" in name}
 
 
-def _own_estimator(own: OwnFunction) -> NamedEstimator:
+def _own_estimator(own: OwnFunction, config: AlgorithmConfig) -> NamedEstimator:
     where, options = f"algorithm.advantage {own.use!r}", own.options
     function = load_function(own.use, where)
     needs = getattr(function, "needs", ())
     known = {f.name for f in fields(StepData)}
-    if not isinstance(needs, Sequence) or isinstance(needs, str) or not set(needs) <= known - {"values_N"}:
+    listed = isinstance(needs, Sequence | Set) and not isinstance(needs, str)
+    if not listed or not all(isinstance(name, str) for name in needs) or not set(needs) <= known - ELSEWHERE:
         raise ConfigError(
             f"{where}: `needs` must list fields of StepData ({', '.join(sorted(known))}; values_N is there with "
-            f"advantage: gae only), got {needs!r}"
+            f"advantage: gae only, greedy_E with remax), got {needs!r}"
         )
+    if "correction_N" in needs and config.correction.importance == "none":
+        raise ConfigError(f"{where}: needs correction_N, which is there with algorithm.correction.importance only")
 
     def estimate(step: StepData) -> Advantages:
-        found = function(step, **options)
+        try:
+            found = function(step, **options)
+        except ConfigError:
+            raise
+        except Exception as e:
+            raise ConfigError(f"{where} raised {type(e).__name__}: {e}\n{traceback_of(e)}") from e
         advantages = found if isinstance(found, Advantages) else Advantages(found)
-        values_N = advantages.advantages_N
-        if not isinstance(values_N, Tensor) or values_N.shape != step.sequence_N.shape:
-            got = tuple(values_N.shape) if isinstance(values_N, Tensor) else type(values_N).__name__
-            raise ConfigError(
-                f"{where}: must return one advantage for each token, a tensor of shape "
-                f"{tuple(step.sequence_N.shape)}, got {got}"
-            )
-        if not bool(values_N.isfinite().all()):
-            raise ConfigError(f"{where}: returned advantages that are not finite")
+        _check_values(advantages.advantages_N, step, f"{where}: must return one advantage for each token")
+        if advantages.returns_N is not None:
+            _check_values(advantages.returns_N, step, f"{where}: returns_N has one return for each token")
         return advantages
 
-    try_function(lambda: estimate(_small_step()), where)
-    return NamedEstimator(estimate, frozenset(needs))
+    try_function(lambda: estimate(_small_step(frozenset(needs))), where)
+    weighed = {"old_logprobs_N"} if "correction_N" in needs else set[str]()  # weights come from both
+    return NamedEstimator(estimate, frozenset({*needs, *weighed}))
 
 
-def _small_step() -> StepData:
-    """Two groups of two episodes of two turns."""
+def _check_values(values_N: object, step: StepData, what: str) -> None:
+    """Raises ConfigError unless it is a finite number for each token."""
+    if not isinstance(values_N, Tensor) or values_N.shape != step.sequence_N.shape or values_N.is_complex():
+        got: object = type(values_N).__name__
+        if isinstance(values_N, Tensor):
+            got = values_N.dtype if values_N.is_complex() else tuple(values_N.shape)
+        raise ConfigError(f"{what}, a tensor of shape {tuple(step.sequence_N.shape)}, got {got}")
+    if not bool(values_N.isfinite().all()):
+        raise ConfigError(f"{what}: some are not finite")
+
+
+def _small_step(needs: Set[str]) -> StepData:
+    """Two groups of two episodes of two turns; what is there in some runs only is there if it is needed."""
+
+    def given(name: str, tensor: Tensor) -> Tensor | None:
+        return tensor if name in needs else None
+
     sequence_N = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 3])
     random = torch.Generator().manual_seed(0)
     return StepData(
@@ -107,8 +127,8 @@ def _small_step() -> StepData:
         group_E=torch.tensor([0, 0, 1, 1]),
         sequence_N=sequence_N,
         turn_N=torch.tensor([0, 0, 1, 0, 1, 0, 0, 1, 1, 0]),
-        greedy_E=torch.zeros(4, dtype=torch.float64),
         components_EK=torch.rand(4, 2, generator=random, dtype=torch.float64),
         old_logprobs_N=-torch.rand(10, generator=random, dtype=torch.float64),
-        sum_pi_squared_N=torch.rand(10, generator=random, dtype=torch.float64),
+        sum_pi_squared_N=given("sum_pi_squared_N", torch.rand(10, generator=random, dtype=torch.float64)),
+        correction_N=given("correction_N", torch.ones(10, dtype=torch.float64)),
     )

@@ -45,6 +45,7 @@ def make_admission(
         max_staleness=rollout.max_staleness,
         groups_ahead=rollout.groups_ahead,
         refill={name: view.rollout.refill_zero_signal for name, view in views.items()},
+        signals={name: view.algorithm.signal for name, view in views.items()},
     )
 
 

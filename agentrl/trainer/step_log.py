@@ -15,7 +15,7 @@ from agentrl.learner.split import StepResult
 from agentrl.reporting.loggers.log_feed import LogFeed
 from agentrl.reporting.report import Reporter
 from agentrl.rollout.admission import Batch
-from agentrl.rollout.episode_metrics import episode_metrics, reward_parts, set_aside, staleness
+from agentrl.rollout.episode_metrics import episode_metrics, group_has_signal, reward_parts, set_aside, staleness
 from agentrl.run_folder.curve import write_curve
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.run_folder.redraws import Redraws
@@ -57,6 +57,10 @@ class StepLog:
     def metrics(self, batch: Batch, update: StepResult, timing: Mapping[str, float]) -> dict[str, float]:
         """The metrics of a step; `timing` has its `seconds`."""
         found = episode_metrics(batch.groups, batch.aside) | staleness(batch.groups, batch.step - 1)
+        signals = {name: view.algorithm.signal for name, view in self.config.by_env.items()}
+        if any(signal != "sum" for signal in signals.values()):
+            signal = [group_has_signal(group, signals[group.task.env]) for group in batch.groups]
+            found["groups_with_signal"] = float(sum(signal))
         found |= {**update.metrics, **batch.metrics, **timing}
         found |= {
             "trained_tokens": float(update.trained),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
+from agentrl.errors import AgentRLError
 from agentrl.learner.learner import Learner
 from agentrl.learner.split import StepResult
 from agentrl.rollout.admission import Batch
@@ -77,7 +78,7 @@ class Run:
             self._seconds["sync_gap"] = await self.check.gap(version)
 
     async def finish(self, batch: Batch, rows: TrainingRows, update: StepResult) -> None:
-        """Log the step, and evaluate and save when due.
+        """Log the step, and evaluate and save when due: never a policy that learned from a sampler that disagrees.
 
         Raises:
             AgentRLError: sampler and learner disagree, or the first steps had no reward at all.
@@ -90,13 +91,17 @@ class Run:
         self.log.episodes(batch, rows)
         self.log.tokens(batch, rows, update)
         last = step == config.steps
+        try:
+            check_drift(config, step, metrics)
+        except AgentRLError:
+            self.log.step(step, metrics)
+            raise
         metrics |= await self.evaluation.after(step)
         self.log.step(step, metrics)
         if last or self.stop or (config.checkpoint.every and step % config.checkpoint.every == 0):
             self.in_step.pause("checkpoint")
             await self.checkpoints.save(step)
         self.log.examine(step)
-        check_drift(config, step, metrics)
         self.log.draw()
         self.in_step.taken(batch)
         self._mark = time.monotonic()

@@ -544,7 +544,7 @@ async def test_a_row_reaches_setup_as_its_annotations_say():
 
     row = {"n": "2", "share": 1, "place": [1, 2.0], "more": "3"}
     [said], _ = await Typed().reset(Task("t", row))
-    assert said.content == "(2, 1, (1, 2), 'none', {'more': '3'})"
+    assert said.content == "(2, 1.0, (1, 2), 'none', {'more': '3'})"
     assert row == {"n": "2", "share": 1, "place": [1, 2.0], "more": "3"}
 
 

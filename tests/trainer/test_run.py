@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.config.run import RunConfig
+from agentrl.errors import AgentRLError
 from agentrl.reporting.report import Silent, Summary
 from agentrl.rollout.collect import collect
 from agentrl.run_folder.records import read_episodes, read_records
@@ -429,3 +430,15 @@ def test_four_steps_stale_and_corrected_it_learns_as_much(tmp_path: Path):
     assert max(line.get("drift/mean_abs", 0.0) for line in lines[1:]) > 1e-3, (
         "the tokens were drawn by another policy"
     )
+
+
+def test_a_step_whose_sampler_disagrees_leaves_its_metrics_and_no_checkpoint(tmp_path: Path):
+    """Whoever runs the command again does not get past the gate by it."""
+    changes = {"algorithm": {"drift_gate": {"mean_abs": 1e-30}}, "checkpoint": {"every": 1}, "warmup": None}
+    config = RunConfig.model_validate(buttons(tmp_path).model_dump(exclude_unset=True) | changes)
+    for _ in range(2):
+        with pytest.raises(AgentRLError, match="step 1: sampler and learner disagree too much"):
+            run(config, tmp_path / "run")
+        with RunStore.open(config, tmp_path / "run") as store:
+            assert store.latest_checkpoint() is None
+            assert [line["step"] for line in store.metrics()] == [0, 1]

@@ -81,4 +81,4 @@ def gdpo_advantages(
     return torch.where(counts_E, whitened_E, torch.zeros_like(total_E))
 
 
-ENTRIES = {"gdpo": Estimator(gdpo, GDPO, ("components_EK",))}
+ENTRIES = {"gdpo": Estimator(gdpo, GDPO, ("components_EK",), signal="parts")}

@@ -94,4 +94,6 @@ def _beyond_siblings(length_E: Tensor, group_E: Tensor, sequence_N: Tensor, inde
 
 
 _NEEDS = ("old_logprobs_N", "sum_pi_squared_N")
-ENTRIES = {"optimal_token_baseline": Estimator(optimal_token_baseline, OptimalTokenBaseline, _NEEDS)}
+ENTRIES = {
+    "optimal_token_baseline": Estimator(optimal_token_baseline, OptimalTokenBaseline, _NEEDS, signal="turns")
+}

@@ -91,4 +91,4 @@ def turn_advantages(
     return torch.where(has_siblings(group_E)[episode_K], advantages_K, torch.zeros_like(advantages_K))
 
 
-ENTRIES = {"turn_level": Estimator(turn_level, TurnLevel, ("turn_N",))}
+ENTRIES = {"turn_level": Estimator(turn_level, TurnLevel, ("turn_N",), signal="turns")}

@@ -25,7 +25,7 @@ SDK_LIMITS = httpx.Limits(max_connections=1000, max_keepalive_connections=100, k
 class ServerLost(EngineError):
     """The server was unreachable, disconnected or failed: its requests can be sent to another server.
 
-    `status` is the HTTP status, 5xx, if it did answer.
+    `status` is the HTTP status, 5xx or 429 (too many requests), if it did answer.
     """
 
     def __init__(self, text: str, status: int | None = None) -> None:
@@ -36,10 +36,14 @@ class ServerLost(EngineError):
         return type(self), (str(self), self.status)
 
 
+class ServerRestarted(ServerLost):
+    """The server answers, but not with the weights that it was sent: it has been started again in the meantime."""
+
+
 class ServerRefused(EngineError):
     """The server rejected the request: retrying, here or on another server, would not help.
 
-    `status` is the HTTP status: 4xx, or 200 if the rejection is in the body.
+    `status` is the HTTP status: 3xx, 4xx, or 200 if the rejection is in the body.
     """
 
     def __init__(self, text: str, status: int = 400) -> None:
@@ -78,8 +82,8 @@ class HttpServer:
         """Return the server's JSON answer, or None if it has none.
 
         Raises:
-            ServerLost: no answer, or 5xx.
-            ServerRefused: 4xx, with the server's message.
+            ServerLost: no answer, 5xx, or 429.
+            ServerRefused: another 4xx, with the server's message, or a redirect.
             EngineError: the answer is not JSON.
         """
         return await self._ask("POST", path, body, timeout_s)
@@ -92,14 +96,14 @@ class HttpServer:
         """Yield the JSON of each server-sent event in the answer, up to `[DONE]`; close it to abort.
 
         Raises:
-            ServerLost: no answer, one that ends without `[DONE]`, or 5xx.
-            ServerRefused: 4xx, with the server's message.
+            ServerLost: no answer, one that ends without `[DONE]`, 5xx, or 429.
+            ServerRefused: another 4xx, with the server's message, or a redirect.
             EngineError: an event is not JSON.
         """
         self._check_open(path)
         try:
             async with self._client.stream("POST", path, json=dict(body)) as answer:
-                if answer.status_code >= 400:
+                if not answer.is_success:
                     await answer.aread()
                     raise self._refused(path, answer)
                 async for line in answer.aiter_lines():
@@ -110,12 +114,12 @@ class HttpServer:
                         return
                     try:
                         event = json.loads(data)
-                    except ValueError:
+                    except (ValueError, RecursionError):
                         raise EngineError(f"{self.url}{path}: the event is not JSON: {data[:200]}") from None
                     yield event
         except httpx.TimeoutException as e:
             raise ServerLost(f"{self.url}{path}: no event within {self._timeout_s:g} s") from e
-        except httpx.TransportError as e:
+        except httpx.RequestError as e:
             raise ServerLost(f"{self.url}{path}: {type(e).__name__}: {e}") from e
         raise ServerLost(f"{self.url}{path}: the stream broke off")
 
@@ -137,15 +141,15 @@ class HttpServer:
             )
         except httpx.TimeoutException as e:
             raise ServerLost(f"{self.url}{path}: no answer within {limit_s:g} s ({type(e).__name__})") from e
-        except httpx.TransportError as e:
+        except httpx.RequestError as e:
             raise ServerLost(f"{self.url}{path}: {type(e).__name__}: {e}") from e
-        if answer.status_code >= 400:
+        if not answer.is_success:
             raise self._refused(path, answer)
         if not answer.content:
             return None
         try:
             return json.loads(answer.content)
-        except ValueError:
+        except (ValueError, RecursionError):
             if "json" not in answer.headers.get("content-type", ""):
                 return answer.text
             raise EngineError(f"{self.url}{path}: the answer is not JSON: {answer.text[:200]!r}") from None
@@ -155,8 +159,12 @@ class HttpServer:
             raise ServerLost(f"{self.url}{path}: the client has been closed")
 
     def _refused(self, path: str, answer: httpx.Response) -> EngineError:
-        text = f"{self.url}{path}: HTTP {answer.status_code}: {answer.text[:300]}"
-        return (ServerLost if answer.status_code >= 500 else ServerRefused)(text, answer.status_code)
+        status = answer.status_code
+        said = " ".join(answer.text.split())[:300]  # the page of a proxy has lines
+        if answer.is_redirect:
+            said = f"redirects to {answer.headers.get('location', '')[:200]!r}; give the address behind it"
+        kind = ServerLost if status >= 500 or status == 429 else ServerRefused
+        return kind(f"{self.url}{path}: HTTP {status}: {said}", status)
 
 
 class Transport(httpx.AsyncBaseTransport):

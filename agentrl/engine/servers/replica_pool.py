@@ -11,11 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from agentrl.engine.servers.client import InferenceServer, ServerAnswer
-from agentrl.engine.servers.http import ServerLost
+from agentrl.engine.servers.http import ServerLost, ServerRestarted
 from agentrl.errors import EngineError, first_error
 
 ATTEMPTS = 6
 """How often a request is sent before its caller gets an error."""
+BUSY = {429, 502, 503, 504}
+"""HTTP statuses of servers, and of proxies before them, that may answer in a moment."""
+BACK_OFF_S = 0.25
+"""Seconds before a request is sent to such a server again; doubled each time."""
 SHRINK = 0.8
 """Factor applied to a server's limit when it runs out of cache memory."""
 
@@ -190,8 +194,8 @@ class ReplicaPool:
         Raises:
             EngineError: the answer is invalid, or no server can answer any more.
         """
-        last: EngineError | None = None
-        for _ in range(ATTEMPTS):
+        last: ServerLost | None = None
+        for attempt in range(ATTEMPTS):
             replica = await self._take(session)
             server, updates, sent = replica.server, replica.updates, time.monotonic()
             assert server is not None
@@ -208,6 +212,8 @@ class ReplicaPool:
             finally:
                 replica.end()
                 self._serve_waiting()
+            if last.status in BUSY:
+                await asyncio.sleep(BACK_OFF_S * 2**attempt)
         raise EngineError(f"a request was lost {ATTEMPTS} times; the last time: {last}") from last
 
     def timing(self) -> dict[str, float]:
@@ -323,6 +329,9 @@ class ReplicaPool:
         """Handle a broken request: a server that still responds keeps its others (one connection was cut)."""
         if not replica.ready or replica.server is not server:
             return
+        if isinstance(reason, ServerRestarted):
+            self.lose(replica, str(reason))
+            return
         try:
             await server.check(timeout_s=self._health_timeout_s)
         except EngineError:
@@ -351,6 +360,9 @@ class ReplicaPool:
             except EngineError as e:
                 reason = str(e)
                 continue
+            except Exception as e:  # requests wait for this task
+                reason = f"{type(e).__name__}: {e}"
+                continue
             self._tell(f"{replica.host.name} answers again after {time.monotonic() - started:.0f} s")
             return
         await self._stop(replica)
@@ -373,7 +385,7 @@ class ReplicaPool:
                 try:
                     await server.check(timeout_s=self._health_timeout_s)
                     failures = 0
-                except EngineError as e:
+                except Exception as e:  # an EngineError, or what a broken answer raises: nobody else watches
                     if (
                         updates == replica.updates and not replica.asleep
                     ):  # it samples nothing while loading weights

@@ -25,7 +25,7 @@ from agentrl.engine.base import (
 )
 from agentrl.engine.checks import check_prompt, check_sampling
 from agentrl.engine.servers.client import InferenceServer, Listener, ServerAnswer
-from agentrl.engine.servers.http import ServerRefused
+from agentrl.engine.servers.http import ServerRefused, ServerRestarted
 from agentrl.engine.servers.replica_pool import LOST, Host, Replica, ReplicaPool
 from agentrl.engine.servers.weight_sync import WeightSync, distinct, vocabulary_of
 from agentrl.errors import EngineError
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
+ROUNDING = 1e-3
+"""How far above 0 a log-probability may be."""
 _STRUCTURED_TRIES = 4
 
 
@@ -87,7 +89,7 @@ class ServedEngine(Engine):
         self._model, self._dtype, self._sync, self._on_close = model, dtype, sync, on_close
         self._vocabulary = vocabulary_of(model)
         self._given, self._local, self._tell = given, local, tell
-        self._version = 0
+        self._version = self._newest = 0
         self._weights: dict[str, Tensor] | None = None
         self._lock = asyncio.Lock()
         self._requests = _request_names()
@@ -257,6 +259,7 @@ class ServedEngine(Engine):
             snapshot = await asyncio.to_thread(copy_weights, weights, self._dtype)
             on_gpu = self._local and any(tensor.is_cuda for tensor in weights.values())
             sent = {n: t.detach().to(self._dtype) for n, t in distinct(weights).items()} if on_gpu else snapshot
+            self._newest = max(self._newest, version)
             await self._push(sent, version)
             self._weights, self._version = snapshot, version
         await self._pool.any_ready()
@@ -327,21 +330,39 @@ class ServedEngine(Engine):
 
         async def ask(server: InferenceServer) -> ServerAnswer:
             if told:  # by a server lost since then: keep the known versions
-                return ServerAnswer.partial(told)
-            request = next(self._requests)
+                answer = ServerAnswer.partial(told)
+                self._check_answer(answer, sampling, 0, server.url)
+                return answer
+            request, version = next(self._requests), self._version
             try:
                 answer = await server.generate(ids, sampling, request=request, listener=listener, **tag)
             except asyncio.CancelledError as e:
                 if e.args[:1] != (LOST,):  # a lost server has nothing to abort
                     self._abort(server, request)
                 raise
-            if len(answer.ids) > sampling.max_tokens:
-                raise EngineError(
-                    f"{server.url}: {len(answer.ids)} tokens, more than max_tokens={sampling.max_tokens}"
-                )
+            self._check_answer(answer, sampling, version, server.url)
             return answer
 
         return await self._pool.call(session, ask)
+
+    def _check_answer(self, answer: ServerAnswer, sampling: Sampling, version: int, url: str) -> None:
+        """Refuse what no policy samples, so that no error of a server becomes a gradient.
+
+        Args:
+            version: of the weights that all servers had when the request was sent.
+
+        Raises:
+            EngineError: more tokens than asked for, ids outside the vocabulary, or log-probabilities above 0.
+            ServerRestarted: other weights have sampled it.
+        """
+        if len(answer.ids) > sampling.max_tokens:
+            raise EngineError(f"{url}: {len(answer.ids)} tokens, more than max_tokens={sampling.max_tokens}")
+        if wrong := [id for id in answer.ids if not 0 <= id < self._vocabulary]:
+            raise EngineError(f"{url}: sampled the id {wrong[0]}, outside the vocabulary of {self._vocabulary}")
+        if odd := [p for p in answer.logprobs if p > ROUNDING]:
+            raise EngineError(f"{url}: the log-probability {odd[0]} is above 0")
+        if others := [v for v in answer.versions if not version <= v <= self._newest]:
+            raise ServerRestarted(f"{url}: answers with weights of version {others[0]}, not {version}")
 
     def _abort(self, server: InferenceServer, request: str) -> None:
         """Abort the request on the server; not awaited, because the caller is being cancelled."""

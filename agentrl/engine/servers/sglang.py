@@ -14,6 +14,7 @@ import pickle
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,7 +31,7 @@ from agentrl.engine.servers.client import (
     ServerAnswer,
     ServerKind,
 )
-from agentrl.engine.servers.http import HttpServer, ServerRefused
+from agentrl.engine.servers.http import HttpServer, ServerRefused, ServerRestarted
 from agentrl.engine.servers.inside import LOADER, LOADER_FOLDER
 from agentrl.engine.servers.streams import SGLangStream, best_of
 from agentrl.errors import ConfigError, EngineError
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 RESERVED = 6
 """Context tokens that SGLang reserves: longer prompts are rejected, longer completions are truncated."""
+UNNAMED = "default"
+"""SGLang's version of weights for which it was given none."""
 _CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     # Ten times faster than two threads, which wait for each other at every small operation.
@@ -295,8 +298,8 @@ class SGLangServer:
     async def _control(self, path: str, body: Mapping[str, Any] | None) -> Any:
         """Make a call that answers `success`; some answer 200 with success false."""
         answer = await self._http.post(path, body, timeout_s=self._update_timeout_s)
-        if isinstance(answer, Mapping) and answer.get("success") is False:
-            raise ServerRefused(f"{self.url}{path}: {answer.get('message')}", status=200)
+        if isinstance(answer, Mapping) and (answer.get("success") is False or answer.get("error")):
+            raise ServerRefused(f"{self.url}{path}: {answer.get('error') or answer.get('message')}", status=200)
         return answer
 
 
@@ -330,17 +333,17 @@ def _read_answer(answer: Any, url: str, version: int | None = None) -> ServerAns
     """
     where = f"{url}/generate"
     try:
-        ids = tuple(int(token) for token in answer["output_ids"])
+        ids = tuple(index(token) for token in answer["output_ids"])
         meta = answer["meta_info"]
         entries = meta["output_token_logprobs"]
         logprobs = tuple(float(entry[0]) for entry in entries)
-        named = tuple(int(entry[1]) for entry in entries)
+        named = tuple(index(entry[1]) for entry in entries)
         kind = meta["finish_reason"]["type"]
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(ids)}]
         if version is not None:
             spans = [{"version": version, "start": 0, "end": len(ids)}]
         cached, retractions = int(meta.get("cached_tokens") or 0), int(meta.get("num_retractions") or 0)
-    except (TypeError, KeyError, IndexError, ValueError) as e:
+    except (TypeError, KeyError, IndexError, ValueError, AttributeError, OverflowError) as e:
         raise EngineError(f"{where}: the answer is not a completion ({e!r}): {str(answer)[:300]}") from e
     if kind not in ("stop", "length", "abort"):
         raise EngineError(f"{where}: unknown finish reason {kind!r}")
@@ -353,6 +356,10 @@ def _read_answer(answer: Any, url: str, version: int | None = None) -> ServerAns
     return ServerAnswer(ids, logprobs, _versions(spans, len(ids), where), kind, cached, retractions)
 
 
+def _listed(spans: Any) -> list[Any]:
+    return spans if isinstance(spans, list) else []
+
+
 def _versions(spans: Any, count: int, where: str) -> tuple[int, ...]:
     """Return the version of each token, from spans that must cover all of them in order."""
     versions: list[int] = []
@@ -362,7 +369,9 @@ def _versions(spans: Any, count: int, where: str) -> tuple[int, ...]:
             if start != len(versions) or end < start:
                 raise ValueError(f"the span [{start}, {end}) does not follow token {len(versions)}")
             versions += [version] * (end - start)
-    except (TypeError, KeyError, ValueError) as e:
+    except (TypeError, KeyError, ValueError, OverflowError) as e:
+        if any(isinstance(span, Mapping) and span.get("version") == UNNAMED for span in _listed(spans)):
+            raise ServerRestarted(f"{where}: answers with weights that have no version") from e
         raise EngineError(f"{where}: versions of the weights {spans!r:.200} cannot be read: {e}") from e
     if len(versions) != count:
         raise EngineError(f"{where}: versions of {len(versions)} tokens for {count} that were sampled")

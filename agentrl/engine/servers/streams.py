@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any
 
 from agentrl.engine.base import TokenLogprob
@@ -41,13 +42,17 @@ class SGLangStream:
         if isinstance(event, Mapping) and event.get("error"):
             raise _error(self._where, event["error"])
         try:
-            ids, meta = [int(token) for token in event["output_ids"]], event["meta_info"]
+            ids, meta = [index(token) for token in event["output_ids"]], event["meta_info"]
             ended = meta.get("finish_reason") or {}
             if int(ended.get("status_code") or 0) >= 400:  # an aborted request, such as one with a wrong grammar
                 raise _error(self._where, {"code": ended["status_code"], "message": ended.get("message")})
             logprobs, tops = meta["output_token_logprobs"], meta.get("output_top_logprobs") or ()
             done = len(self._ids)
+            if [index(entry[1]) for entry in logprobs] != ids:
+                raise ValueError("the log-probabilities are those of other tokens")
             if int(meta["completion_tokens"]) <= len(ids):  # everything so far
+                if ids[:done] != self._ids:
+                    raise ValueError("tokens that were reported have changed")
                 ids, logprobs, tops = ids[done:], logprobs[done:], tops[done:]
             version = int(meta["weight_version"]) if self._version is None else self._version
             drawn = [
@@ -56,7 +61,7 @@ class SGLangStream:
                 )
                 for place, (token, entry) in enumerate(zip(ids, logprobs, strict=True))
             ]
-        except (TypeError, KeyError, IndexError, ValueError) as e:
+        except (TypeError, KeyError, IndexError, AttributeError, ValueError, OverflowError) as e:
             raise EngineError(f"{self._where}: the event is not a completion ({e!r}): {event!r:.300}") from e
         self._ids += ids
         self._logprobs += logprobs
@@ -88,7 +93,7 @@ class VLLMStream:
             if not event["choices"]:
                 return
             choice = event["choices"][0]
-            ids = [int(token) for token in choice.get("token_ids") or ()]
+            ids = [index(token) for token in choice.get("token_ids") or ()]
             found = choice.get("logprobs") or {}
             logprobs, tops = found.get("token_logprobs") or (), found.get("top_logprobs") or ()
             drawn = [
@@ -97,7 +102,7 @@ class VLLMStream:
                 )
                 for place, (token, value) in enumerate(zip(ids, logprobs, strict=True))
             ]
-        except (TypeError, KeyError, IndexError, AttributeError, ValueError) as e:
+        except (TypeError, KeyError, IndexError, AttributeError, ValueError, OverflowError) as e:
             raise EngineError(f"{self._where}: the event is not a completion ({e!r}): {event!r:.300}") from e
         self._choice["token_ids"] += ids
         self._choice["logprobs"]["token_logprobs"] += logprobs

@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -143,12 +144,12 @@ class VLLMServer:
             return ServerAnswer.partial(told)
         choice, usage, version = answer
         try:
-            tokens = tuple(int(token) for token in choice["token_ids"])
+            tokens = tuple(index(token) for token in choice["token_ids"])
             found = (choice.get("logprobs") or {}).get("token_logprobs") or ()
             logprobs = tuple(float(value) for value in found)
             kind = choice["finish_reason"]
             cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
-        except (TypeError, KeyError, AttributeError, ValueError) as e:
+        except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as e:
             raise EngineError(f"{self.url}: the answer is not a completion ({e!r}): {choice!r:.300}") from e
         if kind not in ("stop", "length", "abort"):
             raise EngineError(f"{self.url}: unknown finish reason {kind!r}")
@@ -331,7 +332,9 @@ class VLLMServer:
         await self._control("/collective_rpc", {"method": method, "kwargs": arguments})
 
     async def _control(self, path: str, body: Mapping[str, Any] | None = None) -> None:
-        await self._http.post(path, body, timeout_s=self._update_timeout_s)
+        answer = await self._http.post(path, body, timeout_s=self._update_timeout_s)
+        if isinstance(answer, Mapping) and answer.get("error"):
+            raise ServerRefused(f"{self.url}{path}: {answer['error']!s:.300}", status=200)
 
 
 def _noting(listener: Listener, told: list[TokenLogprob]) -> Listener:

@@ -261,7 +261,10 @@ class BroadcastSync:
             raise _JoinFailed(failures)
 
     async def _join(self, servers: tuple[InferenceServer, ...], port: int) -> Failures:
-        host = self._host or _address_towards(servers[0].url)
+        try:
+            host = self._host or _address_towards(servers[0].url)
+        except ServerLost as e:
+            raise _JoinFailed(dict.fromkeys(servers, e)) from e
         size = 1 + len(servers) * self._ranks
         places = {
             server: GroupPlace(self._name, host, port, 1 + number * self._ranks, size, self._backend)
@@ -338,11 +341,19 @@ def _own_end(host: str, port: int, size: int, name: str, backend: str, timeout_s
 
 
 def _address_towards(url: str) -> str:
-    """Return this machine's address on the route to a server."""
-    target = urlsplit(url).hostname or "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((target, 9))  # sends nothing
-        return str(probe.getsockname()[0])
+    """Return this machine's address on the route to a server, as in a URL.
+
+    Raises:
+        ServerLost: there is no route, or its name is unknown.
+    """
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(urlsplit(url).hostname, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)  # sends nothing
+            own = str(probe.getsockname()[0])
+    except OSError as e:
+        raise ServerLost(f"{url}: {e}") from e
+    return f"[{own}]" if ":" in own else own
 
 
 def vocabulary_of(model: Path) -> int:

@@ -7,8 +7,10 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentrl.env.env import CountTokens
-from agentrl.env.toolenv.dispatch import BoundTool, CallOutcome, Mistake, run_call
+from agentrl.env.toolenv.dispatch import MISTAKES, BoundTool, CallOutcome, Mistake, run_call
+from agentrl.env.toolenv.json_schema import shorten
 from agentrl.env.toolenv.observe import cut_content, plain_text, text_only
+from agentrl.env.toolenv.rewards import BadReward, check_number
 from agentrl.env.toolenv.settings import ToolSettings
 from agentrl.env.toolenv.threads import EpisodeThread
 from agentrl.types import CallRecord, Message, ToolCall
@@ -147,6 +149,32 @@ def answer(
         policy = settings.mistakes.get(mistake, "observe")
         found.penalty += settings.mistake_penalty if policy == "penalise" else 0.0
         found.fatal |= policy == "terminate"
+    return found
+
+
+OWN_METRICS = frozenset({*MISTAKES, "images_left_out", "stuck_calls"})
+"""Metrics that an env's own must not be named like; neither may they begin with `reward/`."""
+
+
+def checked_metrics(given: object, of: str, faults: dict[str, str]) -> dict[str, float]:
+    """Metrics that a tool or `respond` returned. What is not a finite number, or has another's name, is a fault.
+
+    Args:
+        of: the tool, or `respond`.
+        faults: by name, what is wrong; added to.
+    """
+    if not isinstance(given, Mapping):
+        faults[of] = f"metrics of {of!r}: a mapping from names to numbers is wanted, got {shorten(given)}"
+        return {}
+    found: dict[str, float] = {}
+    for name, value in given.items():
+        if not isinstance(name, str) or name in OWN_METRICS or name.startswith("reward/"):
+            faults[of] = f"metrics of {of!r}: {shorten(name)} cannot be the name of a metric; use other text"
+            continue
+        try:
+            found[name] = check_number(value)
+        except BadReward:
+            faults[of] = f"metrics of {of!r}: {name} is {shorten(value)}; a finite number is wanted"
     return found
 
 

@@ -14,7 +14,7 @@ from agentrl.env.toolenv.declare import Content, Stop, ToolResult
 from agentrl.env.toolenv.json_schema import InvalidArguments
 from agentrl.env.toolenv.observe import answered_error, to_content
 from agentrl.env.toolenv.threads import CallTimeout, ToolRaised, current, run_apart
-from agentrl.errors import InfraError
+from agentrl.errors import infra_error
 from agentrl.types import ToolCall
 
 Mistake = Literal[
@@ -98,17 +98,16 @@ async def run_call(tools: Mapping[str, BoundTool], call: ToolCall, default_timeo
         outcome = _read_result(call, await bound.call(arguments, timeout_s))
     except CallTimeout as e:
         outcome = CallOutcome(call, f"Error: {call.name} timed out: {e}", "tool_timeout")
-    except InfraError:
-        raise
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
         outcome = CallOutcome(call, "Error: CancelledError", "tool_exception")  # raised by the tool itself
-    except ToolRaised as e:
-        outcome = CallOutcome(call, answered_error(e.cause), "tool_exception")
     except Exception as e:
-        outcome = CallOutcome(call, answered_error(e), "tool_exception")
+        cause = e.cause if isinstance(e, ToolRaised) else e
+        if (infra := infra_error(cause)) is not None:
+            raise infra from (None if infra is cause else cause)
+        outcome = CallOutcome(call, answered_error(cause), "tool_exception")
     outcome.seconds = time.perf_counter() - start
     return outcome
 

@@ -8,6 +8,8 @@ a message without a call ends the episode, unless `respond` returns an answer.
 from __future__ import annotations
 
 import asyncio
+import copy
+import inspect
 import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,19 +21,17 @@ from agentrl.env.images import returns_image
 from agentrl.env.mcp import McpConnection, McpServer, mcp_tools
 from agentrl.env.toolenv import toolbox
 from agentrl.env.toolenv.asked import asking
-from agentrl.env.toolenv.calls import CallRunner, add_counts, answer
-from agentrl.env.toolenv.declare import Stop, ToolResult
+from agentrl.env.toolenv.calls import CallRunner, add_counts, answer, checked_metrics
+from agentrl.env.toolenv.declare import Stop, ToolResult, is_content
 from agentrl.env.toolenv.dispatch import BoundTool, call_function
 from agentrl.env.toolenv.held_back import HeldBack, acts_outside
-from agentrl.env.toolenv.observe import (
-    error_text,
-    to_content,
-)
+from agentrl.env.toolenv.json_schema import shorten
+from agentrl.env.toolenv.observe import error_text, to_content
 from agentrl.env.toolenv.rewards import TurnView
 from agentrl.env.toolenv.scoring import ScoredEnv
 from agentrl.env.toolenv.spec import class_spec, reserve_names
 from agentrl.env.toolenv.threads import CallTimeout, EpisodeThread, ToolRaised, current
-from agentrl.errors import ConfigError, EnvError, InfraError, JudgeError, traceback_of
+from agentrl.errors import ConfigError, EnvError, InfraError, JudgeError, infra_error, traceback_of
 from agentrl.sandbox import Box, Sandbox, pool_for
 from agentrl.types import Message, StopReason, Task
 
@@ -168,6 +168,8 @@ class ToolEnv(ScoredEnv):
         if problem := self.spec().setup.problem(task.row):
             raise ConfigError(f"task {task.id!r}: {problem}")
         self.check_weights()
+        # An env may change what it is given, and the tasks are those of all episodes.
+        task = replace(task, row={name: copy.deepcopy(value) for name, value in task.row.items()})
         self.task, self.rng = task, random.Random(task.seed)
         self._open = True
         await self.prepare()
@@ -184,6 +186,8 @@ class ToolEnv(ScoredEnv):
             cause = e.cause if isinstance(e, ToolRaised) else e
             error = f"{where}.setup on task {task.id!r}: {error_text(cause)}\n{traceback_of(cause)}"
             raise InfraError(error) from cause
+        if not isinstance(text, str):
+            raise ConfigError(f"{where}.system returned {shorten(text)}; return text")
         messages = [Message("system", text)] if text else []
         return [*messages, *self._opening(opening)], {}
 
@@ -215,6 +219,9 @@ class ToolEnv(ScoredEnv):
         info = StepInfo()
         with self._on_thread():
             outcomes = await self._calls.run(message.tool_calls, self._bound(), self.settings, self._thread)
+        info.faults = faults = dict[str, str]()
+        for outcome in outcomes:
+            outcome.metrics = checked_metrics(outcome.metrics, outcome.call.name, faults)
         answers = answer(outcomes, message, self.settings, self.count_tokens, images=self.reads_images)
         view, metrics, user = answers.view, answers.metrics, ToolResult([])
         if not outcomes and not message.parse_errors:
@@ -222,7 +229,7 @@ class ToolEnv(ScoredEnv):
             view.extend(user.content)
             if user.stop:
                 info.stop_reason = StopReason.TERMINATED if view else StopReason.ANSWERED
-            add_counts(metrics, user.metrics)
+            add_counts(metrics, checked_metrics(user.metrics, "respond", faults))
         elif any(o.stop for o in outcomes):
             info.stop_reason = StopReason.STOPPED_BY_TOOL
         elif answers.fatal:
@@ -236,7 +243,6 @@ class ToolEnv(ScoredEnv):
         terminated = info.stop_reason is not None and not truncated
         info.calls = answers.records
         turn = TurnView(self._turns, message, info.calls, tuple(view), terminated)
-        info.faults = faults = dict[str, str]()
         earned = sum(self._earned(outcome, faults) for outcome in outcomes)
         said = self._reward_of("respond", user.reward, faults)
         for name, part in (("reward/tools", earned), ("reward/mistakes", -answers.penalty), ("reward/env", said)):
@@ -368,14 +374,21 @@ class ToolEnv(ScoredEnv):
         self._leases, self._unweighted = {}, {}
 
     def _opening(self, opening: object) -> list[Message]:
-        if isinstance(opening, list | tuple) and opening and all(isinstance(m, Message) for m in opening):
-            return list(opening)
-        if opening is None or opening == "":
+        where = f"{type(self).__name__}.setup"
+        if opening is None or (isinstance(opening, str) and opening == ""):
             return []
+        if (messages := _messages(opening)) is not None:
+            if bad := [m for m in messages if not isinstance(m.content, str) and not is_content(m.content)]:
+                raise ConfigError(
+                    f"{where} returned a message whose content is {shorten(bad[0].content)}, not text"
+                )
+            return messages
+        if _is_no_message(opening):
+            raise ConfigError(f"{where} returned {shorten(opening)}; return the user's message, or messages")
         try:
             return [Message("user", to_content(opening))]
         except TypeError as e:
-            raise ConfigError(f"{type(self).__name__}.setup returned no user message: {e}") from None
+            raise ConfigError(f"{where} returned no user message: {e}") from None
 
     async def _ask_user(self, message: Message) -> ToolResult:
         """The user's answer: a list of messages as content, empty if the episode ends without one."""
@@ -385,9 +398,11 @@ class ToolEnv(ScoredEnv):
         try:
             with self._on_thread(), asking() as asked:
                 said: object = await call_function(self.respond, {"message": message}, limit_s)
-        except (InfraError, ConfigError):
+        except ConfigError:
             raise
         except Exception as e:
+            if (infra := infra_error(e)) is not None:
+                raise infra from (None if infra is e else e)
             if isinstance(e, CallTimeout) and asked.waiting:
                 text = f"{type(self).__name__}.respond: no answer of {asked.waiting[0]} within {limit_s:g} s"
                 raise JudgeError(text) from None
@@ -402,14 +417,30 @@ class ToolEnv(ScoredEnv):
         return replace(given, content=self._user_messages(given))
 
     def _user_messages(self, said: ToolResult) -> list[Message]:
-        if isinstance(said.content, Message):
-            return [said.content]
+        if (messages := _messages(said.content)) is not None:
+            return messages
+        if _is_no_message(said.content):
+            raise EnvError(f"{type(self).__name__}.respond returned {shorten(said.content)}; return text, or None")
         if said.stop and said.content in ("", None):
             return []
         try:
             return [Message("user", to_content(said.content))]
         except TypeError as e:
             raise EnvError(f"{type(self).__name__}.respond: {e}") from None
+
+
+def _messages(value: object) -> list[Message] | None:
+    """The messages that a method returned; None if it is something else."""
+    if isinstance(value, Message):
+        return [value]
+    if isinstance(value, list | tuple) and value and all(isinstance(part, Message) for part in value):
+        return list(value)
+    return None
+
+
+def _is_no_message(value: object) -> bool:
+    """Whether a value is never meant to be read, although it could be written as JSON."""
+    return isinstance(value, bool | Stop | ToolResult) or inspect.isgenerator(value)
 
 
 reserve_names(ToolEnv)

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails, PydanticSerializationError, to_jsonable_python
 from typing_extensions import TypedDict
 
 from agentrl.env.toolenv.typed_dicts import readable
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, InfraError
 
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_-]{0,63}")
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*")
@@ -73,11 +72,17 @@ class Signature:
         if not isinstance(arguments, Mapping):
             raise InvalidArguments(f"args: expected object, got {shorten(arguments)}")
         try:
-            return self.adapter.validate_json(json.dumps(dict(arguments)), strict=True)
-        except ValidationError as e:
-            raise InvalidArguments(describe_errors(e, arguments, self.names)) from None
+            text = json.dumps(dict(arguments))
         except (ValueError, TypeError, RecursionError) as e:
             raise InvalidArguments(f"args: not valid JSON data ({type(e).__name__})") from None
+        try:
+            return self.adapter.validate_json(text, strict=True)
+        except ValidationError as e:
+            raise InvalidArguments(describe_errors(e, arguments, self.names)) from None
+        except InfraError:
+            raise
+        except (Exception, SystemExit) as e:  # code of a type, like __post_init__, which met this value
+            raise InvalidArguments(f"args: refused by their type: {type(e).__name__}: {e}") from None
 
 
 def describe_callable(function: Callable[..., object], *, where: str, method: bool) -> Signature:
@@ -87,10 +92,7 @@ def describe_callable(function: Callable[..., object], *, where: str, method: bo
         ConfigError: a parameter has no type hint, or its type has no JSON schema; `where` names the function.
     """
     parameters = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
-    try:
-        hints = get_type_hints(function, include_extras=True)
-    except NameError as e:
-        raise ConfigError(f"{where}: type hint cannot be resolved: {e}; import the name at module level") from e
+    hints = resolved_hints(function, where)
     description, texts = _read_docstring(function)
     fields: dict[str, object] = {}
     defaults: dict[str, object] = {}
@@ -106,19 +108,38 @@ def describe_callable(function: Callable[..., object], *, where: str, method: bo
     arguments: Any = make_typed_dict("arguments", fields, total=False)
     arguments.__required_keys__ = frozenset(fields) - frozenset(defaults)
     arguments.__optional_keys__ = frozenset(defaults)
-    arguments.__pydantic_config__ = ConfigDict(extra="forbid")
+    arguments.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
     try:
         adapter: TypeAdapter[dict[str, object]] = TypeAdapter(arguments)
         raw = adapter.json_schema(schema_generator=_NoFieldTitles)
-    except (PydanticSchemaGenerationError, PydanticUserError) as e:
+    except Exception as e:  # pydantic's own errors, and any other from the code of types and their bounds
         first = str(e).split("\n", 1)[0]
         raise ConfigError(f"{where}: type hint without a JSON schema: {first}; use JSON types") from e
+    if read_lazily(adapter):
+        raise ConfigError(f"{where}: arguments of an Iterable are checked only while it is read; write list[...]")
     for name, default in defaults.items():
         _refuse_default(name, default, hints[name], where)
+    schema = _finish(raw, defaults, texts)
+    for name in fields:
+        _refuse_unacceptable(name, schema, hints[name], where)
     names = tuple(p.name for p in parameters)
-    return Signature(
-        _finish(raw, defaults, texts), description, adapter, names, tuple(n for n in names if n not in defaults)
-    )
+    return Signature(schema, description, adapter, names, tuple(n for n in names if n not in defaults))
+
+
+def resolved_hints(function: Any, where: str) -> dict[str, Any]:
+    """The type hints of a function. Raises ConfigError if one cannot be resolved."""
+    try:
+        return get_type_hints(function, include_extras=True)
+    except NameError as e:
+        raise ConfigError(f"{where}: type hint cannot be resolved: {e}; import the name at module level") from e
+    except Exception as e:
+        first = str(e).split("\n", 1)[0]
+        raise ConfigError(f"{where}: type hint cannot be resolved: {type(e).__name__}: {first}") from e
+
+
+def read_lazily(adapter: TypeAdapter[Any]) -> bool:
+    """Whether the type has an `Iterable`, whose items pydantic checks only when they are read."""
+    return '"type": "generator"' in json.dumps(adapter.core_schema, default=lambda value: None, skipkeys=True)
 
 
 def check_name(name: str, where: str) -> str:
@@ -213,9 +234,15 @@ def _refuse_default(name: str, default: object, hint: Any, where: str) -> None:
     """A default shown to the model must be a value of its type, in Python or JSON form."""
     adapter: TypeAdapter[object] = TypeAdapter(hint)
     try:
-        text = json.dumps(to_jsonable_python(default))
+        plain = to_jsonable_python(default)
     except (PydanticSerializationError, ValueError):
         return  # not JSON: omitted from the schema
+    try:
+        text = json.dumps(plain, allow_nan=False)
+    except ValueError:
+        raise ConfigError(
+            f"{where}: argument {name!r} has the default {shorten(default)}, which JSON cannot write; use None"
+        ) from None
     try:
         adapter.validate_python(default, strict=True)
     except ValidationError:
@@ -227,6 +254,23 @@ def _refuse_default(name: str, default: object, hint: Any, where: str) -> None:
             raise ConfigError(
                 f"{where}: argument {name!r} has the default {shorten(default)}, which its type hint refuses "
                 f"({said}); change one of them{hint_of_none}"
+            ) from None
+
+
+def _refuse_unacceptable(name: str, schema: Mapping[str, Any], hint: Any, where: str) -> None:
+    """Each value that the schema lists must be one that the type takes: a model knows no other."""
+    whole = schema["properties"].get(name, {})
+    listed = [part for part in (whole, *whole.get("anyOf", ())) if isinstance(part, dict)]
+    values = [value for part in listed for value in part.get("enum", ())]
+    values += [part["const"] for part in listed if "const" in part]
+    adapter: TypeAdapter[object] = TypeAdapter(hint)
+    for value in values:
+        try:
+            adapter.validate_json(json.dumps(value), strict=True)
+        except Exception:
+            raise ConfigError(
+                f"{where}: argument {name!r}: its schema lists {shorten(value)}, which its type hint does not "
+                "take from JSON; use a Literal of text and numbers, or an Enum with such values"
             ) from None
 
 
@@ -273,7 +317,7 @@ def _finish(raw: dict[str, Any], defaults: Mapping[str, object], texts: Mapping[
     for name, default in defaults.items():
         try:
             schema["properties"][name]["default"] = to_jsonable_python(default)
-        except PydanticSerializationError:
+        except (PydanticSerializationError, ValueError):
             schema["properties"][name].pop("default", None)
     return {"type": "object", "properties": {}} | schema
 
@@ -290,4 +334,6 @@ def _inline(node: object, definitions: Mapping[str, object], inside: tuple[str, 
             return dict(node)
         rest = {key: value for key, value in node.items() if key != "$ref"}
         return _inline(definitions[name], definitions, (*inside, name)) | rest
+    if isinstance(node.get("discriminator"), dict):
+        node = node | {"discriminator": {k: v for k, v in node["discriminator"].items() if k != "mapping"}}
     return {key: _inline(value, definitions, inside) for key, value in node.items()}

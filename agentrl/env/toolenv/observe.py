@@ -9,6 +9,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from agentrl.env.env import CountTokens
 from agentrl.env.toolenv.declare import Content, is_content
+from agentrl.errors import first_error
 from agentrl.types import Part
 
 LEFT_OUT = "[an image, which this model cannot read, was left out]"
@@ -16,6 +17,8 @@ LEFT_OUT = "[an image, which this model cannot read, was left out]"
 
 def to_content(value: Any) -> Content:
     """Convert a value to content: text and parts unchanged, None as empty text, everything else as JSON.
+
+    Arrays and scalars of NumPy are lists and numbers.
 
     Raises:
         TypeError: the value cannot be represented as JSON.
@@ -27,9 +30,15 @@ def to_content(value: Any) -> Content:
     if is_content(value):
         return tuple(value) if isinstance(value, tuple | list) else (value,)
     try:
-        return json.dumps(to_jsonable_python(value), ensure_ascii=False)
+        return json.dumps(to_jsonable_python(value, fallback=_plain), ensure_ascii=False)
     except (PydanticSerializationError, ValueError, RecursionError) as e:
         raise TypeError(f"the result is {type(value).__name__}, which has no JSON form: {e}") from None
+
+
+def _plain(value: Any) -> Any:
+    if callable(to_list := getattr(value, "tolist", None)):
+        return to_list()
+    raise PydanticSerializationError(f"Unable to serialize unknown type: {type(value)}")
 
 
 class ToolError(Exception):
@@ -37,7 +46,11 @@ class ToolError(Exception):
 
 
 def error_text(error: BaseException) -> str:
-    """Type and message of a tool's exception, without a traceback; for a `ToolError` only the message."""
+    """Type and message of a tool's exception, without a traceback; for a `ToolError` only the message.
+
+    Of a group, that of its first exception.
+    """
+    error = first_error(error)
     try:
         message = str(error)
     except Exception:

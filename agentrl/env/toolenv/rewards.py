@@ -14,7 +14,7 @@ from agentrl.env.toolenv.dispatch import call_function, within
 from agentrl.env.toolenv.observe import error_text
 from agentrl.env.toolenv.spec import RewardSpec
 from agentrl.env.toolenv.threads import CallTimeout, ToolRaised
-from agentrl.errors import ConfigError, InfraError, JudgeError, RewardError, traceback_of
+from agentrl.errors import ConfigError, InfraError, JudgeError, RewardError, infra_error, traceback_of
 from agentrl.sandbox import met_inside
 from agentrl.suggest import did_you_mean
 from agentrl.types import SANDBOX_FAULT, CallRecord, Message
@@ -115,11 +115,13 @@ class Rewards:
             if asked.waiting:
                 raise JudgeError(f"{what}: no answer of {asked.waiting[0]} within {limit:g} s") from None
             return f"{what}: no result after {limit:g} s"
-        except (InfraError, ConfigError, asyncio.CancelledError):
+        except (ConfigError, asyncio.CancelledError):
             raise
         except ToolRaised as e:
             return f"{what} raised {error_text(e.cause)}\n{traceback_of(e.cause)}"
         except Exception as e:
+            if (infra := infra_error(e)) is not None:
+                raise infra from (None if infra is e else e)
             asked.sandbox = met_inside(e)
             return f"{what} raised {error_text(e)}\n{traceback_of(e)}"
         try:
@@ -179,7 +181,7 @@ def read_parts(
     """
     if not isinstance(value, Mapping):
         number = check_number(value)
-        return {spec.name: number}, {spec.name: weight_of(spec, weights) * number}
+        return {spec.name: number}, {spec.name: _weighted(number, weight_of(spec, weights))}
     if len(value) > MAX_PARTS:
         raise BadReward(f"returned {len(value)} parts; at most {MAX_PARTS} are allowed")
     taken, numbers = set(others), dict[str, float]()
@@ -196,7 +198,13 @@ def read_parts(
         except BadReward as e:
             raise BadReward(f"{e} (part {part!r})") from None
     weight = weight_of(spec, weights)
-    return numbers, {name: float(weights.get(name, weight)) * number for name, number in numbers.items()}
+    return numbers, {name: _weighted(number, float(weights.get(name, weight))) for name, number in numbers.items()}
+
+
+def _weighted(number: float, weight: float) -> float:
+    if not math.isfinite(weight * number):
+        raise BadReward(f"returned {number:g}, which times its weight {weight:g} is not finite")
+    return weight * number
 
 
 def _short(value: object) -> str:

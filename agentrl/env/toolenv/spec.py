@@ -8,10 +8,10 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, get_type_hints
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from agentrl.env.solved import BY_NAME, SolvedRule, rule_of
 from agentrl.env.toolenv.declare import REWARD_MARK, TOOL_MARK, RewardMark, ToolMark
@@ -22,8 +22,11 @@ from agentrl.env.toolenv.json_schema import (
     describe_callable,
     describe_errors,
     function_schema,
+    read_lazily,
+    resolved_hints,
     shorten,
 )
+from agentrl.env.toolenv.typed_dicts import readable
 from agentrl.errors import ConfigError
 from agentrl.suggest import did_you_mean
 
@@ -96,20 +99,21 @@ class SetupSpec:
     names: tuple[str, ...]
     required: tuple[str, ...]
     open_ended: bool
-    adapters: Mapping[str, TypeAdapter[object]]
+    adapters: Mapping[str, TypeAdapter[dict[str, object]]]
+    """By argument, the type of {argument: value}."""
 
     def converted(self, row: Mapping[str, object]) -> dict[str, object]:
-        """The arguments of a row that fits, converted where their type is not the annotated one: `"2"` to 2."""
+        """The arguments of a row that fits, in the annotated types: `"2"` becomes 2."""
         return {name: self._converted(name, value) for name, value in row.items()}
 
     def _converted(self, name: str, value: object) -> object:
         if (adapter := self.adapters.get(name)) is None:
             return value
         try:
-            adapter.validate_python(value, strict=True)
+            found = adapter.validate_python({name: value}, strict=True)
         except ValidationError:
-            return adapter.validate_python(value, strict=False)
-        return value
+            found = adapter.validate_python({name: value}, strict=False)
+        return found[name]
 
     def problem(self, row: Mapping[str, object]) -> str | None:
         """The problem with `row`, in one line; None if it fits."""
@@ -125,10 +129,12 @@ class SetupSpec:
         for name, adapter in self.adapters.items():
             if name in row:
                 try:
-                    adapter.validate_python(row[name], strict=False)
+                    adapter.validate_python({name: row[name]}, strict=False)
                 except ValidationError as e:
-                    text = describe_errors(e, row[name], ()).replace("args", f"argument {name!r}", 1)
-                    return f"{text} ({self.where})"
+                    text = describe_errors(e, {name: row[name]}, ())
+                    return f"{text.replace(f'args.{name}', f'argument {name!r}', 1)} ({self.where})"
+                except Exception as e:  # code of a type, like __post_init__
+                    return f"argument {name!r}: refused by its type: {type(e).__name__}: {e} ({self.where})"
         return None
 
 
@@ -326,16 +332,18 @@ def _setup_spec(cls: type) -> SetupSpec:
     if bad := [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY)]:
         raise ConfigError(f"{where}: parameter {bad[0]} cannot take a column of a data row; name each argument")
     named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
-    try:
-        hints = get_type_hints(function, include_extras=True)
-    except NameError as e:
-        raise ConfigError(f"{where}: type hint cannot be resolved: {e}") from e
-    adapters: dict[str, TypeAdapter[object]] = {}
+    hints = resolved_hints(function, where)
+    adapters: dict[str, TypeAdapter[dict[str, object]]] = {}
+    make: Any = TypedDict
     for parameter in named:
+        argument = make("argument", {parameter.name: readable(hints.get(parameter.name, object))})
+        argument.__pydantic_config__ = ConfigDict(extra="allow")  # columns of a column that the type does not name
         try:
-            adapters[parameter.name] = TypeAdapter(hints.get(parameter.name, object))
-        except (PydanticSchemaGenerationError, PydanticUserError):
+            adapter: TypeAdapter[dict[str, object]] = TypeAdapter(argument)
+        except Exception:
             continue  # hints that pydantic cannot check are ignored here
+        if not read_lazily(adapter):
+            adapters[parameter.name] = adapter
     return SetupSpec(
         where,
         tuple(p.name for p in named),

@@ -48,12 +48,14 @@ def _typed_dict(hint: Any, done: dict[object, object]) -> object:
         return done[hint]
     done[hint] = hint  # for recursive ones
     fields = {name: _converted(part, done) for name, part in get_type_hints(hint, include_extras=True).items()}
-    for name, part in fields.items():  # given by the keys below
+    required = set(hint.__required_keys__)
+    for name, part in fields.items():  # the keys know nothing of hints that are text
         if get_origin(part) in (typing.Required, typing.NotRequired):
+            (required.add if get_origin(part) is typing.Required else required.discard)(name)
             fields[name] = get_args(part)[0]
     make: Any = typing_extensions.TypedDict
     made = make(hint.__name__, fields, total=False)
-    made.__required_keys__, made.__optional_keys__ = hint.__required_keys__, hint.__optional_keys__
+    made.__required_keys__, made.__optional_keys__ = frozenset(required), frozenset(fields.keys() - required)
     made.__doc__, made.__module__ = hint.__doc__, hint.__module__
     done[hint] = made
     return made

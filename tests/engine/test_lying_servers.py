@@ -1,0 +1,213 @@
+"""Servers that answer what no policy samples, or later: an error or a restart, never a gradient or a hang."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.config.engine import EngineConfig
+from agentrl.engine.base import GenerateOptions, TokenLogprob
+from agentrl.engine.servers import replica_pool
+from agentrl.engine.servers.client import Listener
+from agentrl.engine.servers.http import ServerLost, ServerRefused
+from agentrl.engine.servers.sglang import SGLangServer
+from agentrl.engine.servers.streams import SGLangStream
+from agentrl.engine.servers.weight_sync import BroadcastSync, _address_towards
+from agentrl.errors import EngineError
+from agentrl.types import Sampling
+from tests.engine.test_served import PROMPT, VOCABULARY, engine_over, expected, model, servers, until, weights
+
+__all__ = ["model"]
+
+
+def first_id(id: object) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def changed(answer: dict[str, Any]) -> dict[str, Any]:
+        answer["output_ids"][0] = answer["meta_info"]["output_token_logprobs"][0][1] = id
+        return answer
+
+    return changed
+
+
+def first_logprob(logprob: object) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def changed(answer: dict[str, Any]) -> dict[str, Any]:
+        answer["meta_info"]["output_token_logprobs"][0][0] = logprob
+        return answer
+
+    return changed
+
+
+def cached(count: object) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda answer: {**answer, "meta_info": {**answer["meta_info"], "cached_tokens": count}}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (first_id(VOCABULARY), "sampled the id 97, outside the vocabulary of 97"),
+        (first_id(-1), "sampled the id -1, outside"),
+        (first_id(2**70), "outside the vocabulary"),
+        (first_id(3.7), "not a completion"),
+        (first_id("5"), "not a completion"),
+        (first_id(math.inf), "not a completion"),
+        (first_logprob(5.0), r"log-probability 5\.0 is above 0"),
+        (cached(math.inf), "not a completion"),
+        (lambda answer: {**answer, "meta_info": [1]}, "not a completion"),
+    ],
+)
+async def test_what_no_policy_samples_is_an_error(model: Path, change: Any, problem: str) -> None:
+    async with servers(1) as (server,), engine_over(model, server) as engine:
+        server.answer = change
+        with pytest.raises(EngineError, match=problem):
+            await engine.generate(PROMPT, Sampling(max_tokens=4))
+        server.answer = None
+        assert list((await engine.generate(PROMPT, Sampling(max_tokens=4))).ids) == expected(PROMPT, 4)
+
+
+@pytest.mark.parametrize("label", ["0", "99", "default", "-3"])
+async def test_a_server_that_was_started_again_gets_the_weights(model: Path, label: str) -> None:
+    """Behind a supervisor or a load balancer: nothing was lost that anybody could see."""
+    async with servers(1) as (server,), engine_over(model, server, health_every_s=60.0) as engine:
+        await engine.update_weights(weights(3), 3)
+        taken, server.version = len(server.weights), label
+        completion = await engine.generate(PROMPT, Sampling(max_tokens=4))
+        assert completion.versions == (3,) * 4
+        assert len(server.weights) > taken
+
+
+async def test_a_server_that_never_has_the_weights_it_was_sent_is_given_up(model: Path) -> None:
+    def unnamed(answer: dict[str, Any]) -> dict[str, Any]:
+        answer["meta_info"]["weight_versions"][0]["version"] = "default"
+        return answer
+
+    async with servers(1) as (server,), engine_over(model, server, restarts=2) as engine:
+        server.answer = unnamed
+        with pytest.raises(EngineError, match=r"no server is left: .* with weights that have no version"):
+            await engine.generate(PROMPT, Sampling(max_tokens=4))
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+async def test_a_busy_server_is_asked_again_after_a_while(
+    model: Path, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_pool, "BACK_OFF_S", 0.02)
+    async with servers(1) as (server,), engine_over(model, server) as engine:
+        server.refuse["/generate"] = (status, "<html>\n<h1>busy</h1>\n</html>")
+        asked = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=4)))
+        await until(lambda: server.log.count("/generate") >= 3)
+        del server.refuse["/generate"]
+        assert list((await asked).ids) == expected(PROMPT, 4)
+        server.refuse["/generate"] = (status, "<html>\n<h1>busy</h1>\n</html>")
+        with pytest.raises(EngineError, match=r"HTTP \d+: <html> <h1>busy</h1> </html>$"):
+            await engine.generate(PROMPT, Sampling(max_tokens=4))
+
+
+@pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_tensor"])
+@pytest.mark.parametrize("answer", [(307, ""), (200, {"error": {"message": "boom", "code": 500}})])
+async def test_an_update_that_was_not_done_is_not_believed(model: Path, path: str, answer: Any) -> None:
+    async with servers(1) as (server,), engine_over(model, server, restarts=0) as engine:
+        server.refuse[path] = answer
+        with pytest.raises(EngineError):
+            await engine.update_weights(weights(3), 3)
+        assert engine.policy_version == 0
+
+
+async def test_a_redirect_says_what_to_do(model: Path) -> None:
+    async with servers(1) as (server,):
+        server.refuse["/server_info"] = server.refuse["/get_server_info"] = (307, "")
+        client = SGLangServer(server.url, timeout_s=5.0)
+        with pytest.raises(ServerRefused, match="HTTP 307"):
+            await client.describe()
+        await client.close()
+
+
+async def test_an_error_of_another_kind_during_recovery_hangs_nobody(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with servers(1) as (server,), engine_over(model, server, restarts=1) as engine:
+
+        async def broken(*_: object) -> None:
+            raise ZeroDivisionError("not an error of the engine")
+
+        monkeypatch.setattr(engine._pool, "_prepare", broken)
+        engine._pool.lose(engine._pool.replicas[0], "as was asked for")
+        with pytest.raises(EngineError, match="could not be started again: ZeroDivisionError"):
+            await asyncio.wait_for(engine.generate(PROMPT, Sampling(max_tokens=4)), 20)
+
+
+def event(ids: list[Any], names: list[Any] | None = None, **meta: Any) -> dict[str, Any]:
+    logprobs = [[-1.0, name, None] for name in (ids if names is None else names)]
+    return {
+        "output_ids": ids,
+        "meta_info": {
+            "completion_tokens": len(ids),
+            "weight_version": "0",
+            "output_token_logprobs": logprobs,
+            **meta,
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [event([1], [7])],
+        [event([1, 2]), event([9, 8, 7])],
+        [event([1], finish_reason="stop")],
+        [{"output_ids": [1], "meta_info": [1]}],
+        [event([math.inf])],
+    ],
+)
+def test_a_stream_reports_only_what_it_can_stand_by(events: list[dict[str, Any]]) -> None:
+    told: list[TokenLogprob] = []
+    stream = SGLangStream("here", None, Listener(told.extend, 0))
+    for one in events[:-1]:
+        stream.take(one)
+    with pytest.raises(EngineError, match="not a completion"):
+        stream.take(events[-1])
+    assert [token.id for token in told] == ([1, 2] if len(events) == 2 else [])
+
+
+async def test_a_streamed_id_outside_the_vocabulary_is_an_error(model: Path) -> None:
+    async with servers(1, vocabulary=VOCABULARY + 200) as (server,), engine_over(model, server) as engine:
+        with pytest.raises(EngineError, match="outside the vocabulary"):
+            await engine.generate_streaming([90] * 3, Sampling(max_tokens=20), GenerateOptions(lambda token: None))
+
+
+async def test_a_broadcast_to_a_name_that_is_unknown_fails_for_that_server() -> None:
+    sync = BroadcastSync(backend="gloo", bucket_bytes=1 << 20, timeout_s=2.0)
+    server = SGLangServer("http://no-such-host.invalid:1")
+    failures = await sync.push([server], weights(0), 0)
+    await server.close()
+    assert isinstance(failures[server], ServerLost)
+    assert "no-such-host" in str(failures[server])
+
+
+@pytest.mark.parametrize(("url", "own"), [("http://127.0.0.1:1", "127.0.0.1"), ("http://[::1]:1", "[::1]")])
+def test_a_broadcast_comes_from_an_address_of_the_servers_family(url: str, own: str) -> None:
+    try:
+        found = _address_towards(url)
+    except ServerLost:
+        pytest.skip("this machine has no such address")
+    assert found == own
+
+
+@pytest.mark.parametrize(
+    "urls",
+    [
+        ["http://a:1", "http://a:1"],
+        ["http://a:1", "http://a:1/"],
+        ["http://a:1/v1"],
+        ["http://a:1/v1/"],
+        ["http://a:1?x=1"],
+        ["http://a:1/#f"],
+    ],
+)
+def test_addresses_that_cannot_work_are_refused(urls: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"is there twice|leave out"):
+        EngineConfig.model_validate({"kind": "vllm", "server": {"urls": urls}})
+    EngineConfig.model_validate({"kind": "vllm", "server": {"urls": ["http://a:1", "http://b:1/", "http://a:2"]}})

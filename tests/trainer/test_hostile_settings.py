@@ -1,0 +1,237 @@
+"""Settings that would lose a run or silently change its objective: refused, or stopped before a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.algo.advantages import ESTIMATORS
+from agentrl.algo.step_data import StepData
+from agentrl.config.run import RunConfig
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.reporting.report import Silent
+from agentrl.rollout.episode_metrics import group_has_signal
+from agentrl.run_folder.store import RunStore
+from agentrl.trainer.run import train_run
+from agentrl.types import Group, Message, Task
+from tests.env.test_toolenv import episode_of
+from tests.trainer.test_run import ENVS
+
+FUNCTIONS = """
+from agentrl.algo.step_data import Advantages
+
+
+def spread(step):
+    return step.rewards_E[step.sequence_N]
+
+
+def greedy(step):
+    return spread(step)
+
+
+greedy.needs = ["greedy_E"]
+
+
+def corrected(step):
+    return spread(step) * step.correction_N
+
+
+corrected.needs = ["correction_N"]
+
+
+def odd_needs(step):
+    return spread(step)
+
+
+odd_needs.needs = [["x"]]
+
+
+def undeclared(step):
+    return spread(step) + step.sum_pi_squared_N
+
+
+def short_returns(step):
+    return Advantages(spread(step), returns_N=spread(step)[:3])
+
+
+def complex_ones(step):
+    return spread(step).to(dtype=__import__("torch").complex64)
+
+
+def fails_later(step):
+    if len(step.rewards_E) != 4 or step.turn_N.max() == 0:
+        raise KeyError("later")
+    return spread(step)
+
+
+def nan_later(logprobs_T, old_T, advantages_T, weights_T, sequence_T, mask_T):
+    value = -(weights_T * advantages_T * logprobs_T).sum()
+    return value if len(logprobs_T) <= 7 else value * float("nan")
+
+
+def odd_metrics(logprobs_T, old_T, advantages_T, weights_T, sequence_T, mask_T):
+    return -(weights_T * advantages_T * logprobs_T).sum(), {3: 1.0}
+
+
+def no_metrics(logprobs_T, old_T, advantages_T, weights_T, sequence_T, mask_T):
+    return -(weights_T * advantages_T * logprobs_T).sum(), None
+"""
+
+
+def words(folder: Path, **changes: Any) -> RunConfig:
+    """Two steps of saying a color."""
+    (folder / "envs.py").write_text(ENVS)
+    (folder / "functions.py").write_text(FUNCTIONS)
+    return RunConfig.model_validate(
+        {
+            "name": "words",
+            "steps": 2,
+            "env": f"{folder}/envs.py:Words",
+            "model": {"tiny": {"hidden": 16, "layers": 1, "heads": 2, "intermediate": 32, "vocab": 300}},
+            "rollout": {"groups_per_step": 2, "group_size": 2, "max_tokens": 8, "token_budget": 400},
+            "eval": {"tasks": 2},
+            **changes,
+        }
+    )
+
+
+def trained(config: RunConfig, folder: Path) -> None:
+    with RunStore.open(config, folder) as store:
+        train_run(config, store, Silent())
+
+
+@pytest.mark.parametrize("optim", [{"lr": 1e308}, {"weight_decay": 1e308, "lr": 1.0}])
+def test_an_update_that_is_not_finite_never_replaces_a_checkpoint(tmp_path: Path, optim: Mapping[str, float]):
+    save = {"every": 1, "keep": 1}
+    trained(words(tmp_path, steps=1, checkpoint=save), tmp_path / "run")
+    diverging = words(tmp_path, steps=3, checkpoint=save, optim=optim, algorithm={"entropy_coef": 1.0})
+    for _ in range(2):
+        with pytest.raises(AgentRLError, match=r"step 2: .*(not finite|nan|inf).*lower optim\.lr"):
+            trained(diverging, tmp_path / "run")
+        with RunStore.open(diverging, tmp_path / "run") as store:
+            checkpoint = store.latest_checkpoint()
+            assert checkpoint is not None
+            assert checkpoint.step == 1
+    trained(words(tmp_path, steps=2, checkpoint=save), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("greedy", "greedy_E with remax"),
+        ("corrected", r"algorithm\.correction\.importance only"),
+        ("odd_needs", "`needs` must list fields"),
+        ("undeclared", "undeclared"),
+        ("short_returns", "returns_N has one return for each token"),
+        ("complex_ones", r"got torch\.complex64"),
+        ("fails_later", "raised KeyError: 'later'"),
+    ],
+)
+def test_an_advantage_of_your_own_fails_in_one_error(tmp_path: Path, name: str, said: str):
+    config = words(tmp_path, algorithm={"advantage": f"{tmp_path}/functions.py:{name}"})
+    with pytest.raises(ConfigError, match=said):
+        trained(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nan_later", "must return a finite scalar tensor"),
+        ("odd_metrics", "metrics must be a mapping from names to numbers"),
+        ("no_metrics", "metrics must be a mapping from names to numbers, got None"),
+    ],
+)
+def test_a_loss_of_your_own_fails_in_one_error(tmp_path: Path, name: str, said: str):
+    config = words(tmp_path, algorithm={"loss": f"{tmp_path}/functions.py:{name}"})
+    with pytest.raises(ConfigError, match=said):
+        trained(config, tmp_path / "run")
+
+
+def test_a_weight_that_was_asked_for_is_there(tmp_path: Path):
+    own = {"advantage": f"{tmp_path}/functions.py:corrected", "correction": {"importance": "token"}}
+    trained(words(tmp_path, steps=1, algorithm=own), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rollout": {"temperature": 1e-300}}, "temperature"),
+        ({"rollout": {"temperature": 1e308}}, "temperature"),
+        ({"eval": {"temperature": 1e-6}}, "must be 0, which is greedy, or at least 1e-05"),
+        ({"algorithm": {"correction": {"reject": {"token_k1": 0.5}}}}, "token_k1 alone means from 1/0.5 to 0.5"),
+        ({"warmup": {"until_pass": 0.2, "at_least": 0.5}}, "ends the cold start below at_least"),
+        (
+            {"algorithm": {"advantage": "gae"}, "critic": {"warmup_steps": 2}},
+            "none would train the policy",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_run(tmp_path: Path, changes: dict[str, Any], said: str):
+    with pytest.raises(ValueError, match=said):
+        words(tmp_path, **changes)
+
+
+def test_a_penalty_that_an_env_would_lose_is_refused(tmp_path: Path):
+    use = f"{tmp_path}/envs.py:Words"
+    envs = {"x": {"use": use, "algorithm": {"advantage": "gdpo"}}, "y": {"use": use}}
+    with pytest.raises(ValueError, match=r"envs\.x: algorithm\.kl\.where has no effect without another advantage"):
+        words(tmp_path, env=None, envs=envs, algorithm={"kl": {"where": "reward", "coef": 5.0}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"eval": {"temperature": 1.0, "attempts": 2}}, "eval.attempts"),
+        ({"eval": {"before_training": False}}, "eval.before_training"),
+        ({"eval": {}, "checkpoint": {"best": True}}, "checkpoint.best"),
+    ],
+)
+def test_settings_of_an_evaluation_without_tasks_are_refused(tmp_path: Path, changes: dict[str, Any], key: str):
+    (tmp_path / "rows.jsonl").write_text('{"number": 1}\n{"number": 2}\n')
+    config = words(tmp_path, data={"train": f"{tmp_path}/rows.jsonl"}, **changes)
+    with pytest.raises(ConfigError, match=f"{key} is .*, and there are no held-out tasks"):
+        trained(config, tmp_path / "run")
+
+
+def group(*episodes: Mapping[str, Any]) -> Group:
+    plain = episode_of(Message("assistant", "hello"))
+    return Group(Task("t"), tuple(replace(plain, **changes) for changes in episodes))
+
+
+def test_a_signal_is_what_the_advantage_compares():
+    same = group(
+        {"reward": 1.0, "rewards": {"a": 1.0, "b": 0.0}}, {"reward": 1.0, "rewards": {"a": 0.0, "b": 1.0}}
+    )
+    assert [group_has_signal(same, kind) for kind in ("sum", "parts", "turns")] == [False, True, False]
+    equal = group({"reward": 1.0, "rewards": {"a": 1.0}}, {"reward": 1.0, "rewards": {"a": 1.0}})
+    assert [group_has_signal(equal, kind) for kind in ("sum", "parts", "turns")] == [False, False, False]
+    other = group({"reward": 1.0}, {"reward": 0.0})
+    assert [group_has_signal(other, kind) for kind in ("sum", "parts", "turns")] == [True, True, True]
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+def test_estimators_say_which_equal_rewards_have_a_signal(name: str):
+    """Two episodes of the same length and reward: in one, it came in the first turn, in the other in the last."""
+    entry = ESTIMATORS[name]
+    if not entry.compares or name == "gdpo":
+        pytest.skip("it compares no sums of rewards")
+    sequence_N, turn_N = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1])
+    step = StepData(
+        rewards_E=torch.ones(2, dtype=torch.float64),
+        group_E=torch.zeros(2, dtype=torch.long),
+        sequence_N=sequence_N,
+        rewards_N=torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64),
+        turn_N=turn_N,
+        greedy_E=torch.zeros(2, dtype=torch.float64),
+        components_EK=torch.ones(2, 1, dtype=torch.float64),
+        component_names=("a",),
+        old_logprobs_N=torch.full((4,), -1.0, dtype=torch.float64),
+        sum_pi_squared_N=torch.full((4,), 0.5, dtype=torch.float64),
+    )
+    found = entry.fn(step, entry.config()).advantages_N
+    assert bool(found.any()) == (entry.signal == "turns"), found
