@@ -66,6 +66,7 @@ def _check_envs(config: RunConfig) -> None:
                 "cannot be chosen or replaced for a single env"
             )
         _check_overrides(config, name, env)
+    _check_overridden(config)
     if config.envs and config.data != type(config.data)():
         raise ValueError("data has no effect with `envs`: write it under the env it belongs to (envs.NAME.data)")
     if config.envs and config.agent is not None:
@@ -105,6 +106,23 @@ def _check_overrides(config: RunConfig, name: str, env: EnvOfMixture) -> None:
         )
     if env.algorithm.kl_coef is not None:
         _check_kl_of_env(config.algorithm.kl, f"envs.{name}.algorithm.kl_coef", env.algorithm.kl_coef)
+
+
+def _check_overridden(config: RunConfig) -> None:
+    """Settings of the run that every env replaces do nothing."""
+    envs = list(config.envs.values())
+    if not envs:
+        return
+    for key in sorted(config.rollout.written & type(envs[0].rollout).model_fields.keys()):
+        if all(getattr(env.rollout, key) is not None for env in envs):
+            raise ValueError(f"rollout.{key} has no effect: every env under `envs` has its own; remove it")
+    if "advantage" in config.algorithm.written and all(env.algorithm.advantage is not None for env in envs):
+        raise ValueError("algorithm.advantage has no effect: every env under `envs` has its own; remove it")
+    if config.algorithm.kl.coef and all(env.algorithm.kl_coef == 0 for env in envs):
+        raise ValueError(
+            "algorithm.kl.coef has no effect: kl_coef is 0 in every env under `envs`; remove both, so that no "
+            "reference is loaded"
+        )
 
 
 def _check_kl_of_env(kl: KLConfig, key: str, coef: float) -> None:

@@ -264,6 +264,26 @@ class AlgorithmConfig(Section):
         return found
 
 
+def _dead_parameters(advantage: Named | OwnFunction) -> list[str]:
+    """Errors about parameters of an estimator that others of its parameters disable."""
+    if isinstance(advantage, OwnFunction):
+        return []
+
+    def changed(name: str) -> bool:
+        fields = type(advantage).model_fields
+        return name in fields and getattr(advantage, name) != fields[name].default
+
+    undivided = getattr(advantage, "std", "") == "none" or not getattr(advantage, "normalize_std", True)
+    found = []
+    if undivided and changed("eps") and advantage.name != "gdpo":  # which also divides by that of the step
+        found.append(
+            "algorithm.advantage.eps has no effect where nothing is divided by a standard deviation: remove it"
+        )
+    if changed("per") and getattr(advantage, "gamma", None) == 1.0:
+        found.append("algorithm.advantage.per has no effect with gamma: 1.0, which discounts nothing: remove it")
+    return found
+
+
 def _dead_keys(config: AlgorithmConfig) -> list[str]:
     """Errors about keys that are missing or have no effect."""
     kl = config.kl
@@ -280,6 +300,7 @@ def _dead_keys(config: AlgorithmConfig) -> list[str]:
         (weighs and bypass, "correction.importance", "old_logprobs: learner or auto"),
     )
     found = [f"algorithm.{key} has no effect without {other}: remove it" for dead, key, other in checks if dead]
+    found += _dead_parameters(config.advantage)
     if norm and config.aggregation_scale is None:
         found.append(
             "algorithm.aggregation_scale is missing: seq-mean-token-sum-norm divides by a constant; give the most "

@@ -175,9 +175,15 @@ def check_drift(config: RunConfig, step: int, metrics: Mapping[str, float]) -> N
     if passed:
         raise AgentRLError(
             f"step {step}: sampler and learner disagree too much: {passed} (algorithm.drift_gate). The "
-            "policy would be trained with other probabilities than it was sampled with; check engine.dtype, or "
-            "raise the limit if this is expected"
+            "policy would be trained with other probabilities than it was sampled with; check "
+            f"{_suspects(config)}, or raise the limit if this is expected"
         )
+
+
+def _suspects(config: RunConfig) -> str:
+    if config.engine.kind == "vllm" and config.engine.server.urls and config.rollout.temperature != 1:
+        return "that the servers were started with --logprobs-mode processed_logprobs, and engine.dtype"
+    return "engine.dtype"
 
 
 def _of_env(name: str, groups: Sequence[Group]) -> list[Group]:

@@ -235,3 +235,45 @@ def test_estimators_say_which_equal_rewards_have_a_signal(name: str):
     )
     found = entry.fn(step, entry.config()).advantages_N
     assert bool(found.any()) == (entry.signal == "turns"), found
+
+
+@pytest.mark.parametrize(
+    ("advantage", "said"),
+    [
+        ({"name": "grpo", "std": "none", "eps": 0.1}, "advantage.eps has no effect"),
+        ({"name": "grpo_passk", "normalize_std": False, "eps": 0.1}, "advantage.eps has no effect"),
+        ({"name": "turn_level", "normalize_std": False, "eps": 0.1}, "advantage.eps has no effect"),
+        ({"name": "reinforce_plus_plus", "per": "turn"}, "advantage.per has no effect with gamma"),
+        ({"name": "grpo", "std": "none"}, ""),
+        ({"name": "grpo", "eps": 0.1}, ""),
+        ({"name": "gdpo", "normalize_std": False, "eps": 0.1}, ""),
+        ({"name": "reinforce_plus_plus", "per": "turn", "gamma": 0.9}, ""),
+    ],
+)
+def test_a_parameter_that_another_disables_is_refused(tmp_path: Path, advantage: dict[str, Any], said: str):
+    if not said:
+        words(tmp_path, algorithm={"advantage": advantage})
+        return
+    with pytest.raises(ValueError, match=said):
+        words(tmp_path, algorithm={"advantage": advantage})
+
+
+@pytest.mark.parametrize(
+    ("own", "run", "said"),
+    [
+        ({"rollout": {"max_turns": 2}}, {"rollout": {"max_turns": 3}}, "rollout.max_turns has no effect"),
+        (
+            {"algorithm": {"advantage": "rloo"}},
+            {"algorithm": {"advantage": {"name": "grpo", "std": "batch"}}},
+            "algorithm.advantage has no effect",
+        ),
+        ({"algorithm": {"kl_coef": 0.0}}, {"algorithm": {"kl": {"coef": 0.1}}}, "algorithm.kl.coef has no effect"),
+    ],
+)
+def test_a_setting_of_the_run_that_every_env_replaces_is_refused(
+    tmp_path: Path, own: dict[str, Any], run: dict[str, Any], said: str
+):
+    use = f"{tmp_path}/envs.py:Words"
+    with pytest.raises(ValueError, match=said):
+        words(tmp_path, env=None, envs={"x": {"use": use, **own}, "y": {"use": use, **own}}, **run)
+    words(tmp_path, env=None, envs={"x": {"use": use, **own}, "y": {"use": use}}, **run)
