@@ -90,9 +90,10 @@ app.add_typer(env.app, name="env")
 app.add_typer(config.app, name="config")
 app.add_typer(sandbox.app, name="sandbox")
 
-PLACES = {errno.EACCES, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOSPC, errno.EPERM, errno.EROFS}
-"""File-system errors the program cannot fix; reported in one line."""
 FULL = {errno.EDQUOT, errno.ENOSPC}
+PLACES = FULL | {errno.EACCES, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENAMETOOLONG, errno.ENFILE}
+PLACES |= {errno.EPERM, errno.EROFS}
+"""File-system errors the program cannot fix; reported in one line."""
 CONFIG_EXIT = 2
 """Exit code for user errors, including usage errors."""
 

@@ -7,6 +7,7 @@ reward of the last step includes the episode's rewards.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from agentrl.env.toolenv.dispatch import BoundTool, call_function
 from agentrl.env.toolenv.env import Step, ToolEnv
 from agentrl.env.toolenv.json_schema import InvalidArguments, shorten
 from agentrl.env.toolenv.observe import plain_text
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, InfraError
 from agentrl.types import Episode, Message, StopReason, Task, ToolCall, Turn
 
 
@@ -147,7 +148,10 @@ def _render_modes(env_id: str) -> Sequence[str]:
     spec = gymnasium.spec(env_id)
     maker = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
     of_class: Mapping[str, Sequence[str]] = getattr(maker, "metadata", {})
-    return of_class.get("render_modes") or spec.make().metadata.get("render_modes", [])
+    if modes := of_class.get("render_modes"):
+        return modes
+    with contextlib.closing(spec.make()) as game:
+        return list(game.metadata.get("render_modes", []))
 
 
 def _text(messages: Sequence[Message]) -> str:
@@ -156,6 +160,9 @@ def _text(messages: Sequence[Message]) -> str:
 
 def _calls_text(message: Message) -> str:
     return " ".join(f"{c.name}({json.dumps(c.arguments, default=repr)})" for c in message.tool_calls)
+
+
+_READERS: dict[tuple[object, ...], ActionReader] = {}
 
 
 class GymnasiumEnv(ToolEnv):
@@ -169,6 +176,7 @@ class GymnasiumEnv(ToolEnv):
     """Names of a Discrete space's actions; numbers if it is empty."""
     reward_scale: float = 1.0
     """Factor for the game's rewards, which become turn rewards."""
+    _game: gymnasium.Env[object, object] | None = None
 
     def __init__(
         self, env_id: str | None = None, *, actions: Sequence[str] | None = None, **make_options: object
@@ -181,8 +189,47 @@ class GymnasiumEnv(ToolEnv):
                 f'{type(self).__name__}: say which game, e.g. GymnasiumEnv("FrozenLake-v1"), or in YAML '
                 "env.options: {env_id: FrozenLake-v1}"
             )
-        self.game: gymnasium.Env[object, object] = self.make_game()
-        self.reader = reader_of(self.game.action_space, self.actions, self.env_id)
+        self.reader = self._known_reader()
+
+    @property
+    def game(self) -> gymnasium.Env[object, object]:
+        """The game of this episode, made when it is first needed; it is closed with the episode."""
+        if self._game is None:
+            self._game = self.make_game()
+        return self._game
+
+    @game.setter
+    def game(self, game: gymnasium.Env[object, object]) -> None:
+        self._close_game()
+        self._game = game
+
+    def _close_game(self) -> None:
+        game, self._game = self._game, None
+        if game is not None:
+            game.close()
+
+    def _known_reader(self) -> ActionReader:
+        """The reader of the game's actions; games with the same options have the same actions."""
+        made_by = getattr(gymnasium.registry.get(self.env_id), "entry_point", None)
+        key = (type(self), self.env_id, made_by, repr(sorted(self.make_options.items())), self.actions)
+        if key not in _READERS:
+            with contextlib.closing(self.make_game()) as game:
+                _READERS[key] = reader_of(game.action_space, self.actions, self.env_id)
+        return _READERS[key]
+
+    def _restore(self) -> None:
+        self._close_game()
+        super()._restore()
+
+    async def release(self) -> None:
+        """Close the game as well."""
+        try:
+            await super().release()
+        finally:
+            try:
+                await call_function(self._close_game, {}, self.settings.teardown_timeout_s)
+            except Exception as e:
+                raise InfraError(f"{type(self).__name__}: closing {self.env_id}: {type(e).__name__}: {e}") from e
 
     def make_game(self, **options: Any) -> gymnasium.Env[Any, object]:
         """Create the game, with text rendering if supported."""
@@ -334,7 +381,11 @@ def _numbers(kind: str, bounds: Sequence[tuple[float, float]], space: spaces.Spa
         checked = [
             _number(v, kind, b, f"args.action[{i}]") for i, (v, b) in enumerate(zip(value, bounds, strict=True))
         ]
-        return np.asarray(checked, dtype=space.dtype)
+        with np.errstate(over="ignore"):
+            action = np.asarray(checked, dtype=space.dtype)
+        if not np.isfinite(action).all():
+            raise InvalidArguments(f"args.action: too large for {space.dtype}, got {shorten(value)}")
+        return action
 
     return ActionReader(schema, read)
 

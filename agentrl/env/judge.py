@@ -7,6 +7,7 @@ that refuses the question, may do so because of the policy's text: the score is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import math
@@ -88,9 +89,10 @@ class Judge:
         if self.key_env and self.key_env not in os.environ:
             raise ConfigError(f"judge {self.model}: environment variable {self.key_env} is not set")
         if self.cache is not None and self.cache.is_file():
-            for line in self.cache.read_text(encoding="utf-8").splitlines():
-                entry = json.loads(line)
-                self._answers[entry["key"]] = entry["answer"]
+            for line in self.cache.read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # cut when the program was killed
+                    entry = json.loads(line)
+                    self._answers[entry["key"]] = entry["answer"]
 
     async def chat(self, messages: Sequence[Message]) -> Message:
         """The model's answer to a conversation. Control tokens of chat templates are sent as plain text.
@@ -113,7 +115,7 @@ class Judge:
             if self.cache is not None:
                 self.cache.parent.mkdir(parents=True, exist_ok=True)
                 with self.cache.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"key": key, "answer": text}) + "\n")
+                    file.write("\n" + json.dumps({"key": key, "answer": text}) + "\n")  # the last one may be cut
         return text
 
     async def ask(self, question: str, *, system: str = "") -> str:
@@ -269,9 +271,13 @@ class RewardApi:
             raise JudgeError(
                 f'reward server {self.url}: wanted {{"scores": [{num} numbers]}}, got {answer!r:.200}'
             )
-        if not all(map(math.isfinite, scores or ())):
-            raise JudgeAnswerError(f"reward server {self.url}: the scores {scores!r:.200} are not finite")
-        return [float(s) for s in scores or ()]
+        try:
+            numbers = [float(s) for s in scores or ()]
+        except OverflowError:
+            numbers = [math.inf]
+        if not all(map(math.isfinite, numbers)):
+            raise JudgeAnswerError(f"reward server {self.url}: the scores {answer!r:.200} are not finite")
+        return numbers
 
 
 @cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -106,6 +107,12 @@ def list_tools(server: McpServer) -> tuple[_Listed, ...]:
             raise ConfigError(str(e)) from e
         except TimeoutError as e:
             raise ConfigError(f"mcp: {server.where}: no answer after {server.connect_timeout_s:g} s") from e
+        except Exception as e:
+            said = " ".join(error_text(_first(e)).split())[:300]
+            raise ConfigError(f"mcp: {server.where}: its tools cannot be listed: {said}") from e
+        if any(not tool.name for tool in _listings[asked]):
+            del _listings[asked]
+            raise ConfigError(f"mcp: {server.where}: lists a tool without a name")
     names = [tool.name for tool in _listings[asked]]
     if missing := [name for name in server.include if name not in names]:
         raise ConfigError(f"mcp: {server.where} has no tool {missing[0]!r}; it has: {', '.join(names)}")
@@ -223,6 +230,8 @@ class McpConnection:
                 asked.cancel()
                 await asyncio.wait({asked}, timeout=1.0)
         content = _content(result.content)
+        if content == "" and (given := getattr(result, "structured_content", None)) is not None:
+            content = json.dumps(given, ensure_ascii=False)
         if result.is_error:
             raise ToolError(
                 content if isinstance(content, str) else "".join(p for p in content if isinstance(p, str))
@@ -304,7 +313,14 @@ def _content(items: Sequence[Any]) -> str | tuple[Part, ...]:
         if item.type == "text":
             parts.append(item.text)
         elif item.type == "image":
-            parts.append(Image(base64.b64decode(item.data), item.mime_type))
+            try:
+                parts.append(Image(base64.b64decode(item.data, validate=True), item.mime_type))
+            except ValueError as e:
+                raise ToolError(f"the tool returned an image that cannot be read: {e}") from None
+        elif isinstance(text := getattr(getattr(item, "resource", None), "text", None), str):
+            parts.append(text)
+        elif uri := getattr(getattr(item, "resource", item), "uri", None):
+            parts.append(f"[{item.type}: {uri}]")
         else:
             parts.append(f"[{item.type}]")
     if all(isinstance(p, str) for p in parts):

@@ -80,6 +80,8 @@ class Imported:
             or not math.isfinite(value)
         ):
             return self._unreadable(key, "a number") if self.has(key) else value
+        if whole and value != round(value):
+            return self._unreadable(key, "a whole number") if self.has(key) else round(value)
         return round(value) if whole else value
 
     def whole(self, key: str) -> Any:

@@ -140,8 +140,9 @@ def _clip(found: Imported, side: str) -> Any:
     """`clip_ratio` is meant where the side is not given, although verl takes its default for the side there."""
     key = f"{ACTOR}clip_ratio_{side}"
     if not found.has(key) and found.has(f"{ACTOR}clip_ratio"):
+        ratio = found.number(f"{ACTOR}clip_ratio")
         found.say(f"{ACTOR}clip_ratio", "taken", "both clip bounds of the loss, unless set separately")
-        return found.number(f"{ACTOR}clip_ratio")
+        return ratio
     return found.number(key)
 
 

@@ -78,7 +78,11 @@ def read_leaves(path: Path, text: str) -> dict[str, object]:
     data = read_yaml(path, text)
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path}: not a mapping of keys")
-    return {k: v for k, v in _leaves(data, "") if k.partition(".")[0] not in ("defaults", "hydra")}
+    try:
+        leaves = _leaves(data, "")
+    except RecursionError:
+        raise ConfigError(f"{path}: a part of it refers to itself") from None
+    return {k: v for k, v in leaves if k.partition(".")[0] not in ("defaults", "hydra")}
 
 
 def read_yaml(path: Path, text: str) -> object:

@@ -151,7 +151,8 @@ def whole(tensor: Tensor) -> Tensor:
 def all_finite(parameters: Iterable[Tensor]) -> bool:
     """Whether this rank's shards of the parameters have finite numbers only."""
     shards = [one.to_local() if isinstance(one := p.detach(), DTensor) else one for p in parameters]
-    largest = torch._foreach_norm([shard for shard in shards if shard.numel()], math.inf)
+    shards = [shard for shard in shards if shard.numel()]
+    largest = torch._foreach_norm(shards, math.inf) if shards else ()
     return not largest or bool(torch.stack([one.float() for one in largest]).isfinite().all())
 
 

@@ -20,7 +20,7 @@ from agentrl.run_folder.moved import INPUTS_FILE, changes_of_run
 from agentrl.run_folder.own_start import WEIGHTS, starting_with
 from agentrl.run_folder.records import bounded_lines, episodes_file, parse_metrics, recorded_steps
 from agentrl.run_folder.redraws import read_redraws, redraws_file, redraws_line
-from agentrl.run_folder.store import CODE_FILE
+from agentrl.run_folder.store import CODE_FILE, LOCK
 from agentrl.run_folder.task_digests import TASKS_FILE
 from agentrl.run_folder.token_records import tokens_file
 
@@ -79,9 +79,10 @@ def fork_run(config: RunConfig, source: str, *, run_dir: Path | None = None, wei
         lineage = Lineage(os.path.abspath(parent), step, weights_only)
         if (target / "config.yaml").is_file() and _is_that_fork(read_lineage(target), lineage, source):
             return target
-        if target.exists() and any(not child.name.startswith(".") for child in target.iterdir()):
+        if other := next((child.name for child in _listed(target) if child.name != LOCK), None):
             raise ConfigError(
-                f"{target}: holds another run; give the fork another `name` (--set name=...), or --run-dir"
+                f"{target}: holds another run, or other files ({other[:80]}); give the fork another `name` "
+                "(--set name=...), or --run-dir"
             )
         try:
             return _make_fork(config, parent, target, lineage)
@@ -138,16 +139,21 @@ def _make_fork(config: RunConfig, parent: Path, target: Path, lineage: Lineage) 
         write_lineage(making, lineage)
         add_history(making, step, {"forked from": str(lineage), **changed})
         if target.is_dir():
-            shutil.rmtree(target)
+            (target / LOCK).unlink(missing_ok=True)
+            target.rmdir()
         making.rename(target)
     finally:
         shutil.rmtree(making, ignore_errors=True)
     return target
 
 
+def _listed(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
 def _target(config: RunConfig, parent: Path, step: int, run_dir: Path | None) -> Path:
     if run_dir is not None:
-        return run_dir.absolute()
+        return run_dir.resolve() if run_dir.is_symlink() else run_dir.absolute()
     name = config.name or parent.name
     target = Path("runs", name).absolute()
     return target.with_name(f"{name}-from-{step}") if target == parent.absolute() else target

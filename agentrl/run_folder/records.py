@@ -262,9 +262,10 @@ MAX_LINE = 4 << 20
 
 
 def parse_metrics(line: bytes) -> Mapping[str, float] | None:
-    """One line of metrics.jsonl, None when it is torn."""
+    """One line of metrics.jsonl, None when it is torn or has a value that is no number."""
     try:
         data = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return data if isinstance(data, dict) and isinstance(data.get("step"), int) else None
+    whole = isinstance(data, dict) and isinstance(data.get("step"), int)
+    return data if whole and all(isinstance(value, float | int | None) for value in data.values()) else None

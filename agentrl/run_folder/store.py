@@ -124,7 +124,7 @@ class RunStore:
         _require_run_folder(path)
         lock, aside = _lock(path), None
         try:
-            if fresh and any(child.name != _LOCK for child in path.iterdir()):
+            if fresh and any(child.name != LOCK for child in path.iterdir()):
                 lock, aside = _set_aside(path, lock)
             elif (old := _unstarted(path)) is not None and not all(
                 c.kind == "free" for c in changes_of_run(path, old, config)
@@ -368,7 +368,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
     raise CheckpointError(f"{path}: holds no finished checkpoint{broken}")
 
 
-_LOCK = ".lock"
+LOCK = ".lock"
 
 
 def _make_folder(path: Path) -> None:
@@ -383,7 +383,7 @@ def _make_folder(path: Path) -> None:
 def _lock(path: Path) -> IO[str]:
     """Hold the folder until the file is closed or the process ends, however it ends."""
     try:
-        file = (path / _LOCK).open("a+", encoding="utf-8")
+        file = (path / LOCK).open("a+", encoding="utf-8")
     except OSError as e:
         raise ConfigError(f"{path}: cannot write into the run folder: {e.strerror}") from None
     try:
@@ -425,7 +425,7 @@ CODE_FILE = "code.json"
 """Digests of the code of a run, in its folder and in each checkpoint."""
 
 _OURS = {
-    *(_LOCK, "config.yaml", "events.log", "metrics.jsonl", "summary.json", "reward_curve.png", "eval.json"),
+    *(LOCK, "config.yaml", "events.log", "metrics.jsonl", "summary.json", "reward_curve.png", "eval.json"),
     *(TASKS_FILE, INPUTS_FILE, CODE_FILE, "code", "history.jsonl", "lineage.json"),
     *("episodes", "tokens", "checkpoints"),
     *("loggers", VIEWS, earlier_configs.FOLDER, "start", ".start.base", ".start.making"),
@@ -458,7 +458,7 @@ def _empty(path: Path) -> None:
     for child in path.iterdir():
         if child.is_dir():
             shutil.rmtree(child)
-        elif child.name != _LOCK:
+        elif child.name != LOCK:
             child.unlink()
 
 

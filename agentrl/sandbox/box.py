@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -307,10 +308,14 @@ class Box:
         """Write a regular file; text is encoded as UTF-8.
 
         Raises:
-            OSError: same as `open` and `write`; ENOSPC if the sandbox's disk is full, EIO if the data written
+            OSError: same as `open` and `write`; ENOSPC if the sandbox's disk is full, EILSEQ if UTF-8 cannot write
+            the text (half of a surrogate pair), EIO if the data written
             differs from the data sent.
         """
-        raw = data.encode() if isinstance(data, str) else data
+        try:
+            raw = data.encode() if isinstance(data, str) else data
+        except UnicodeEncodeError as e:
+            raise OSError(errno.EILSEQ, f"{os.strerror(errno.EILSEQ)}: {e.reason}", path) from None
         for begin in range(0, len(raw) or 1, CHUNK):
             part = raw[begin : begin + CHUNK]
             order = {

@@ -55,8 +55,9 @@ def program(module: str, *, compiled: bool = False) -> str:
     modules: dict[str, str | CodeType] = {**sources()}
     if compiled:
         modules = {name: compile(text, f"<{name}>", "exec", dont_inherit=True) for name, text in sources().items()}
-    # Whatever is imported here costs each start: base64 and ast, 10 ms. Every Python 3 reads version 2.
-    packed = binascii.b2a_base64(zlib.compress(marshal.dumps(modules, 2), 9), newline=False).decode()
+    # Whatever is imported here costs each start: base64 and ast, 10 ms. Every Python 3 reads text of version 2.
+    data = marshal.dumps(modules, marshal.version if compiled else 2)
+    packed = binascii.b2a_base64(zlib.compress(data, 9), newline=False).decode()
     return (
         "import sys\nsys.path[:] = [place for place in sys.path if place]\n"  # not from the working directory
         f"import binascii, marshal, zlib\nPACKAGE = {PACKAGE!r}\n"

@@ -110,10 +110,10 @@ class LocalBackend:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         python = self.spec.python or self._interpreter()
+        program = bundle.program("keeper", compiled=python == _own_interpreter())
+        text = f"{program}{theirs.fileno()}, {os.getpid()})\n"
         try:
             self._keeper = self._launch(python, theirs.fileno())
-            program = bundle.program("keeper", compiled=python == _own_interpreter())
-            text = f"{program}{theirs.fileno()}, {os.getpid()})\n"
             await asyncio.to_thread(self._hand_over, text.encode())
         except OSError as error:
             ours.close()

@@ -8,7 +8,7 @@ import json
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -233,7 +233,7 @@ class ChatService:
     async def _prompt(self, ask: GenerationRequest, session: Conversations, renderer: Renderer) -> Prompt:
         if (count := len(ask.messages)) > self.engine.max_context:  # each takes a token or more
             raise context_exceeded(ask.param, count, self.engine.max_context, at_least=True)
-        texts = [text for one in ask.messages for text in (str(one.message.content), *one.raw_arguments)]
+        texts = [text for one in ask.messages for text in _texts(one)]
         texts += [str(tool) for tool in ask.tools]
         size, limit = sum(map(len, texts)), self.engine.max_context
         if (tokens := await tokens_above(self.renderer.vocabulary, texts, limit)) is not None:
@@ -391,3 +391,12 @@ def fresh_id(prefix: str) -> str:
 def now() -> int:
     """Return the seconds since 1970."""
     return int(time.time())
+
+
+def _texts(one: Incoming) -> Iterator[str]:
+    """Everything of a message that a template may write."""
+    yield str(one.message.content)
+    yield one.message.reasoning or ""
+    yield one.message.name or ""
+    yield from one.raw_arguments
+    yield from (call.name for call in one.message.tool_calls)

@@ -18,7 +18,7 @@ from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
 from agentrl.env.images import refuse_images
 from agentrl.env.solved import NOT_DECLARED
-from agentrl.errors import ConfigError
+from agentrl.errors import CheckpointError, ConfigError
 from agentrl.learner.learner import Learner
 from agentrl.learner.lora import refuse_unknown_targets
 from agentrl.learner.memory import keep_freed_memory, long_lived
@@ -114,7 +114,12 @@ def train_run(
         ThreadPoolExecutor(1, "agentrl-disk") as disk,  # ends first: it calls the examiner
     ):
         setting = _Setting(config, store, reporter, stop, disk, examiner, loggers, accept_code)
-        summary = asyncio.run(_train_run(setting))
+        try:
+            summary = asyncio.run(_train_run(setting))
+        except Exception as e:
+            with contextlib.suppress(OSError):  # the disk may be what failed
+                store.event(f"ended by {type(e).__name__}: {' '.join(str(e).split())[:1000]}")
+            raise
         loggers.finish(dataclasses.asdict(summary))
         return summary
 
@@ -124,7 +129,7 @@ async def _train_run(setting: _Setting) -> Summary:
     _let_abort(setting.stop)
     started = time.monotonic()
     reporter.within("reading tasks")
-    earlier = store.read_summary()
+    earlier = _earlier_summary(store, reporter)
     content = _checked_content(config, store, reporter)
     await require_endpoints(content, config.reward_model)
     code = check_code(config, content, store, accept=setting.accept_code)
@@ -156,6 +161,15 @@ async def _train_run(setting: _Setting) -> Summary:
     # Behind what the steps have drawn in this thread, which may still be at work.
     await asyncio.get_running_loop().run_in_executor(setting.disk_thread, write_curve, store.path)
     return summary
+
+
+def _earlier_summary(store: RunStore, reporter: Reporter) -> Summary | None:
+    """The summary as the run last ended; only its wall time is needed."""
+    try:
+        return store.read_summary()
+    except CheckpointError as e:
+        reporter.note(f"{store.path / 'summary.json'} cannot be read, so wall time counts from now on: {e}")
+        return None
 
 
 def _let_abort(stop: StopRequest) -> None:
@@ -225,6 +239,8 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     if recorded > done:
         what = f"step {recorded} is" if recorded == done + 1 else f"steps {done + 1} to {recorded} are"
         reporter.note(f"{what} done again: no checkpoint has them (checkpoint.every is {config.checkpoint.every})")
+    if (missing := done - len({line["step"] for line in store.metrics() if 0 < line["step"] <= done})) > 0:
+        reporter.note(f"metrics.jsonl lacks {missing} of the {done} steps that are done; totals leave them out")
     rewind(config, store, setting.loggers, done)
     policy = checkpoint.path if checkpoint else start
     renderer = load_renderer(config, start)

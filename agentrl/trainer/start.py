@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from agentrl.config.run import RunConfig, WarmupConfig
@@ -27,6 +28,7 @@ from agentrl.rollout.episode_metrics import passed, undeclared
 from agentrl.rollout.prompts import fitting
 from agentrl.rollout.renderer import load_renderer, require_template
 from agentrl.rollout.task_tools import task_tools
+from agentrl.run_folder.files import file_error
 from agentrl.trainer.in_step import counting, starting_engine
 from agentrl.trainer.signals import StoppedEarly, unless_stopped
 from agentrl.trainer.warmup import cold_start, demonstration_samples, too_long_to_sample
@@ -60,7 +62,10 @@ async def make_start(
     for leftover in (base, aside):
         shutil.rmtree(leftover, ignore_errors=True)
     if config.model.tiny is not None:
-        make_tiny_model(base, corpus(content), config.model.tiny, seed=config.seed)
+        try:
+            make_tiny_model(base, corpus(content), config.model.tiny, seed=config.seed)
+        except SafetensorError as e:
+            raise file_error(e, base) from e
         source = base
     else:
         source = Path(config.model.path or "")

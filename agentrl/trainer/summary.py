@@ -7,6 +7,7 @@ from collections.abc import Collection
 from agentrl.config.run import RunConfig
 from agentrl.doctor.examine import findings
 from agentrl.reporting.report import Summary
+from agentrl.run_folder.checkpoints import steps_saved
 from agentrl.run_folder.store import RunStore
 
 
@@ -17,13 +18,15 @@ def summarize(store: RunStore, config: RunConfig, wall_seconds: float) -> Summar
     biased = list(redraws.findings().values())
     first = next((line for line in lines if line["step"] == 0), {})
     steps = [line for line in lines if line["step"] > 0]
+    # A line may be lost; the checkpoint then knows better.
+    done = int(max((*(line["step"] for line in steps), *steps_saved(store.path / "checkpoints")), default=0))
 
     def total(name: str) -> int:
         return int(sum(line.get(name) or 0 for line in steps))
 
     return Summary(
         run=str(store.path),
-        steps=len(steps),
+        steps=done,
         held_out_before=first.get("held_out"),
         held_out_after=next((line["held_out"] for line in reversed(steps) if "held_out" in line), None),
         held_out_reward_before=first.get("held_out_reward"),
@@ -50,7 +53,7 @@ def summarize(store: RunStore, config: RunConfig, wall_seconds: float) -> Summar
             name.removeprefix("faults/"): total(name)
             for name in sorted({name for line in steps for name in line if name.startswith("faults/")})
         },
-        finished=len(steps) >= config.steps,
+        finished=done >= config.steps,
     )
 
 

@@ -25,6 +25,8 @@ _THINGS = ("lamp", "chair", "kettle", "spade", "puzzle", "tent", "desk", "bowl",
 
 MAX_STEPS = 20_000
 MAX_ROWS = 500
+MAX_BYTES = 1_000_000
+"""Of an answer: rows are held in memory, and a query can repeat a value in each of their columns."""
 _STEPS_BETWEEN_CHECKS = 100
 
 
@@ -65,7 +67,8 @@ def build(seed: int) -> sqlite3.Connection:
         connection.executemany(f"INSERT INTO {table} VALUES ({places})", rows)
     connection.commit()
     connection.set_authorizer(_authorize)
-    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 100_000)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 4_000)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_COLUMN, 50)
     connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, 5_000)
     connection.setlimit(sqlite3.SQLITE_LIMIT_EXPR_DEPTH, 100)
     return connection
@@ -81,7 +84,8 @@ def run(connection: sqlite3.Connection, sql: str) -> tuple[list[str], list[tuple
     """Column names and at most `MAX_ROWS` rows of one SELECT.
 
     Raises:
-        QueryError: SQLite refuses it, it fails, or it takes more than `MAX_STEPS` hundreds of virtual steps.
+        QueryError: SQLite refuses it, it fails, it takes more than `MAX_STEPS` hundreds of virtual steps, or its answer
+            has more than `MAX_BYTES`.
     """
     steps = 0
 
@@ -93,7 +97,7 @@ def run(connection: sqlite3.Connection, sql: str) -> tuple[list[str], list[tuple
     connection.set_progress_handler(too_long, _STEPS_BETWEEN_CHECKS)
     try:
         cursor = connection.execute(sql)
-        rows = cursor.fetchmany(MAX_ROWS)
+        rows = _bounded(cursor)
         names = [column[0] for column in cursor.description or ()]
         cursor.close()
     except sqlite3.Error as e:
@@ -104,6 +108,19 @@ def run(connection: sqlite3.Connection, sql: str) -> tuple[list[str], list[tuple
     finally:
         connection.set_progress_handler(None, 0)
     return names, rows
+
+
+def _bounded(cursor: sqlite3.Cursor) -> list[tuple[object, ...]]:
+    rows: list[tuple[object, ...]] = []
+    size = 0
+    for row in cursor:
+        size += sum(len(value) if isinstance(value, str | bytes) else 8 for value in row)
+        if size > MAX_BYTES:
+            raise QueryError("the answer is too large")
+        rows.append(row)
+        if len(rows) == MAX_ROWS:
+            break
+    return rows
 
 
 def as_table(names: list[str], rows: list[tuple[object, ...]], limit: int = 20) -> str:

@@ -13,7 +13,7 @@ from agentrl.env.ansi import without_colors
 from agentrl.env.gym import AnyText, GymnasiumEnv, TextGym, read_action, reader_of
 from agentrl.env.toolenv.json_schema import InvalidArguments
 from agentrl.envs.calculator import Calculator
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, InfraError
 from agentrl.testing.policy import ScriptedPolicy, call, play
 from agentrl.types import Message, StopReason, Task
 
@@ -201,5 +201,71 @@ def test_a_game_is_made_twice_only_where_no_class_says_how_it_renders(monkeypatc
 
     maker = Coin if of_class else lambda **options: Coin(**options)
     monkeypatch.setitem(gymnasium.registry, "Coin-v0", gymnasium.envs.registration.EnvSpec("Coin-v0", maker))
+    GymnasiumEnv("Coin-v0")  # asks a game for its actions
+    made.clear()
     assert GymnasiumEnv("Coin-v0").game.render_mode == "ansi"
     assert len(made) == (1 if of_class else 2)
+
+
+class Door(gymnasium.Env):
+    """Counts how often it is opened and closed."""
+
+    metadata = {"render_modes": []}  # noqa: RUF012
+    action_space, observation_space = spaces.Discrete(2), spaces.Discrete(2)
+    opened, closed = 0, 0
+
+    def __init__(self):
+        Door.opened += 1
+
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+
+    def step(self, action):
+        return action, 0.0, bool(action), False, {}
+
+    def close(self):
+        Door.closed += 1
+
+
+async def test_every_game_that_was_made_is_closed():
+    gymnasium.register("Door-v0", Door)
+    env = GymnasiumEnv("Door-v0")
+    for n in range(3):
+        episode = await play(env, Task(f"t{n}"), ScriptedPolicy([call("act", action=1)]))
+        assert episode.stop_reason is StopReason.TERMINATED
+        assert Door.opened == Door.closed
+    assert (await env.reset(Task("t")))[0]
+    await env.reset(Task("again"))
+    await env.close()
+    for _ in range(5):
+        assert GymnasiumEnv("Door-v0").tools
+    assert Door.opened == Door.closed > 3
+
+
+class Stuck(Door):
+    """Cannot be closed while it is played."""
+
+    playing = False
+
+    def reset(self, *, seed=None, options=None):
+        self.playing = True
+        return 0, {}
+
+    def close(self):
+        if self.playing:
+            raise OSError("no display")
+
+
+async def test_a_game_that_cannot_be_closed_is_infrastructure():
+    gymnasium.register("Stuck-v0", Stuck)
+    env = GymnasiumEnv("Stuck-v0")
+    await env.reset(Task("t"))
+    with pytest.raises(InfraError, match="GymnasiumEnv: closing Stuck-v0: OSError: no display"):
+        await env.close()
+
+
+def test_a_number_that_the_space_cannot_hold_is_refused():
+    reader = reader_of(spaces.Box(-np.inf, np.inf, (1,), dtype=np.float32), (), "Box-v0")
+    assert reader.read([1.5]).tolist() == [1.5]
+    with pytest.raises(InvalidArguments, match="too large for float32"):
+        reader.read([1e300])

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import enum
 import math
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, NotRequired, TypedDict
 
@@ -375,3 +376,36 @@ async def test_a_user_answers_with_messages_or_text():
     assert [m.content for m in view] == ["first", "second"]
     with pytest.raises(EnvError, match=r"Odd\.respond returned True; return text, or None"):
         await played(Odd(), Message("assistant", "hello"))
+
+
+@pytest.mark.parametrize("deep", [600, 5_000])
+async def test_a_value_that_cannot_be_copied_is_named(deep):
+    class Takes(ToolEnv):
+        def setup(self, x: Any) -> str:
+            return "x"
+
+    nested: list[Any] = []
+    for _ in range(deep):
+        nested = [nested]
+    with pytest.raises(ConfigError, match=r"task 't': the value of 'x' cannot be copied \(nested too deeply\)"):
+        await Takes().reset(Task("t", {"x": nested}))
+    with pytest.raises(ConfigError, match=r"the value of 'x' cannot be copied \(TypeError: cannot pickle"):
+        await Takes().reset(Task("t", {"x": threading.Lock()}))
+
+
+async def test_a_reward_that_is_too_large_is_a_fault():
+    class Pays(ToolEnv):
+        @reward(weight=1e60)
+        def large(self) -> float:
+            return 1e60
+
+        @reward
+        def larger(self) -> float:
+            return 1e200
+
+    env = Pays()
+    await env.reset(Task("t"))
+    with pytest.raises(RewardError) as error:
+        await env.score(episode_of(Message("assistant", "hello")))
+    assert "times its weight 1e+60 is too large" in error.value.faults["large"]
+    assert "no mean or deviation" in error.value.faults["larger"]

@@ -29,6 +29,13 @@ async def test_order_counts_only_where_it_is_asked_for():
     assert await submitted(ordered, gold=ordered) == 1
 
 
+BOMB = (
+    "WITH RECURSIVE t(i, z) AS (SELECT 1, zeroblob(3900) UNION ALL SELECT i + 1, z FROM t LIMIT 500) "
+    "SELECT {} FROM t"
+)
+"""One value in many columns and rows: little work for SQLite, and gigabytes for whoever fetches them."""
+
+
 @pytest.mark.parametrize(
     ("sql", "text"),
     [
@@ -42,6 +49,8 @@ async def test_order_counts_only_where_it_is_asked_for():
         ("SELECT nme FROM customers", "no such column: nme"),
         ("SELECT\x00 1", "null character"),
         ("x" * 6000, "too large|too big"),
+        (BOMB.format("z" + ", z" * 49), "the answer is too large"),
+        (BOMB.format("z" + ", z" * 1000), "too many"),
     ],
 )
 def test_only_bounded_reading_is_possible(sql, text):

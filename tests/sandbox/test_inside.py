@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import binascii
+import marshal
 import os
 import random
 import re
@@ -9,7 +11,9 @@ import select
 import signal
 import struct
 import subprocess
+import sys
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -193,3 +197,24 @@ def test_the_kernels_lists_of_children_name_every_descendant() -> None:
             assert set(tree.descendants(root.pid)) == set(tree.below(root.pid))
         finally:
             os.killpg(root.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_bundle_runs_and_what_it_loaded_is_all_there(compiled: bool) -> None:
+    text = bundle.program("supervisor", compiled=compiled)
+    start = text[: text.rindex("supervisor.main(")]
+    code = f"{start}\nprint(supervisor.__file__)"
+    python = getattr(sys, "_base_executable", sys.executable)
+    done = subprocess.run([python, "-S", "-s", "-c", READ], input=code.encode(), capture_output=True)
+    assert done.stdout.split()[0] == b"<agentrl_inside.supervisor>", done.stderr
+
+
+def test_text_of_a_bundle_can_be_read_by_every_python() -> None:
+    """Bytecode is for the same Python; what version 2 of marshal refuses, as slices, is only in bytecode."""
+    packed = re.search(r"a2b_base64\('([^']+)'\)", bundle.program("supervisor"))
+    assert packed is not None
+    data = zlib.decompress(binascii.a2b_base64(packed[1]))
+    assert data == marshal.dumps(bundle.sources(), 2)
+
+
+READ = "import sys; exec(sys.stdin.read())"

@@ -16,7 +16,7 @@ from agentrl.cli.app import app
 from agentrl.config.changes import changes_of, kind_of
 from agentrl.config.load import load_config
 from agentrl.config.run import RunConfig, TinyModel
-from agentrl.errors import CheckpointError, ConfigError
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError
 from agentrl.models.tiny import make_tiny_model
 from agentrl.reporting.report import Silent, Summary
 from agentrl.run_folder import checkpoints
@@ -434,3 +434,38 @@ def test_the_view_of_an_env_is_kept_with_the_run():
     Path("board.js").write_text("function render() {}")
     run(settings(name="other"), "other")
     assert Path("other/views/env.js").read_text() == "function render() {}"
+
+
+def test_a_fork_deletes_no_file_of_the_user(tmp_path: Path):
+    run(settings(steps=2), "runs/letters")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / ".env").write_text("precious")
+    with pytest.raises(ConfigError, match=r"mine: holds .* other files \(\.env\)"):
+        fork_run(settings(steps=3), "runs/letters@2", run_dir=tmp_path / "mine")
+    assert (tmp_path / "mine" / ".env").read_text() == "precious"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / ".lock").touch()
+    (tmp_path / "link").symlink_to("empty")
+    folder = fork_run(settings(steps=3), "runs/letters@2", run_dir=tmp_path / "link")
+    assert folder == (tmp_path / "empty").resolve()
+    assert run(settings(steps=3), folder).finished
+
+
+def test_a_run_is_finished_although_lines_and_its_summary_were_lost(tmp_path: Path):
+    run(settings(steps=3), "runs/letters")
+    lines = Path("runs/letters/metrics.jsonl").read_text().splitlines(keepends=True)
+    odd = '{"step": 3, "solved": "abc", "reward": [1]}\n'
+    Path("runs/letters/metrics.jsonl").write_text("".join(lines[:2]) + odd)
+    Path("runs/letters/summary.json").write_text("not json")
+    told = Told()
+    summary = run(settings(steps=3), "runs/letters", told)
+    assert (summary.steps, summary.finished) == (3, True)
+    assert any("metrics.jsonl lacks 2 of the 3 steps" in note for note in told.notes)
+    assert any("summary.json cannot be read" in note for note in told.notes)
+
+
+def test_what_ended_a_run_is_in_its_folder():
+    with pytest.raises(AgentRLError):
+        run(settings(steps=3, optim={"lr": 1e308}), "runs/letters")
+    said = Path("runs/letters/events.log").read_text().splitlines()[-1]
+    assert "ended by AgentRLError: step" in said

@@ -169,7 +169,7 @@ class ToolEnv(ScoredEnv):
             raise ConfigError(f"task {task.id!r}: {problem}")
         self.check_weights()
         # An env may change what it is given, and the tasks are those of all episodes.
-        task = replace(task, row={name: copy.deepcopy(value) for name, value in task.row.items()})
+        task = replace(task, row={name: _copied(value, name, task) for name, value in task.row.items()})
         self.task, self.rng = task, random.Random(task.seed)
         self._open = True
         await self.prepare()
@@ -427,6 +427,16 @@ class ToolEnv(ScoredEnv):
             return [Message("user", to_content(said.content))]
         except TypeError as e:
             raise EnvError(f"{type(self).__name__}.respond: {e}") from None
+
+
+def _copied(value: Any, name: str, task: Task) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception as e:
+        said = "nested too deeply" if isinstance(e, RecursionError) else f"{type(e).__name__}: {e}"
+        raise ConfigError(
+            f"task {task.id!r}: the value of {name!r} cannot be copied ({said}), and every episode needs its own"
+        ) from None
 
 
 def _messages(value: object) -> list[Message] | None:

@@ -1,18 +1,22 @@
 """Check JSON data against an external JSON schema (from a YAML file or an MCP server).
 
 The keywords that tool schemas use are checked: type, enum, const, properties, required, additionalProperties,
-items, prefixItems, anyOf, oneOf, allOf, local $ref, and the bounds of numbers, texts and arrays. Other keywords
-are ignored.
+items, prefixItems, anyOf, oneOf, allOf, local $ref, and the bounds of numbers, texts and arrays. Other keywords,
+and malformed ones, are ignored.
 """
 
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import regex
+
 from agentrl.env.toolenv.json_schema import InvalidArguments, shorten
+
+PATTERN_S = 0.05
+"""Seconds that a pattern may take: some take exponential time on the right text."""
 
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "object": lambda v: isinstance(v, Mapping),
@@ -43,7 +47,11 @@ def check_arguments(schema: Mapping[str, object], arguments: object) -> dict[str
     if not isinstance(arguments, Mapping):
         raise InvalidArguments(f"args: expected object, got {shorten(arguments)}")
     closed = {"additionalProperties": False} | dict(schema) if "properties" in schema else schema
-    if problems := list(_problems(closed, arguments, "args", closed, 0)):
+    try:
+        problems = list(_problems(closed, arguments, "args", closed, 0))
+    except Exception:  # the schema is malformed: whoever runs the tool decides
+        return dict(arguments)
+    if problems:
         raise InvalidArguments("; ".join(problems[:8]))
     return dict(arguments)
 
@@ -65,7 +73,7 @@ def _problems(schema: object, value: object, path: str, root: Mapping[str, objec
         return
     if "const" in schema and not _equal(value, schema["const"]):
         yield f"{path}: expected {schema['const']!r}, got {shorten(value)}"
-    if "enum" in schema and not any(_equal(value, option) for option in schema["enum"]):
+    if isinstance(schema.get("enum"), list) and not any(_equal(value, option) for option in schema["enum"]):
         yield f"{path}: expected {' or '.join(map(repr, schema['enum']))}, got {shorten(value)}"
     yield from _branches(schema, value, path, root, depth)
     if isinstance(value, Mapping):
@@ -128,8 +136,16 @@ def _text(schema: Mapping[str, Any], value: str, path: str) -> Iterator[str]:
         yield f"{path}: expected at least {schema['minLength']} characters, got {shorten(value)}"
     if "maxLength" in schema and len(value) > schema["maxLength"]:
         yield f"{path}: expected at most {schema['maxLength']} characters, got {shorten(value)}"
-    if isinstance(pattern := schema.get("pattern"), str) and not re.search(pattern, value):
+    if isinstance(pattern := schema.get("pattern"), str) and not _matches(pattern, value):
         yield f"{path}: must match {pattern!r}, got {shorten(value)}"
+
+
+def _matches(pattern: str, value: str) -> bool:
+    """Whether a text matches; a pattern that cannot be read, or takes long, is left to whoever runs the tool."""
+    try:
+        return regex.search(pattern, value, timeout=PATTERN_S) is not None
+    except (regex.error, TimeoutError):
+        return True
 
 
 def _bounds(schema: Mapping[str, object], value: float, path: str) -> Iterator[str]:

@@ -53,6 +53,8 @@ class BadReward(Exception):
     """A reward is not a finite number, or not one number per episode."""
 
 
+LARGEST = 1e100
+"""Largest reward: squares and sums of squares must be finite."""
 MAX_PARTS = 100
 """Maximum number of parts of one reward (`score/solved`, ...)."""
 
@@ -162,6 +164,8 @@ def check_number(value: object) -> float:
         raise BadReward(f"returned {_short(value)}: {error_text(e)}") from None
     if not math.isfinite(number):
         raise BadReward(f"returned {number}; rewards must be finite")
+    if abs(number) > LARGEST:
+        raise BadReward(f"returned {number:g}, of which no mean or deviation can be computed")
     return number
 
 
@@ -202,8 +206,8 @@ def read_parts(
 
 
 def _weighted(number: float, weight: float) -> float:
-    if not math.isfinite(weight * number):
-        raise BadReward(f"returned {number:g}, which times its weight {weight:g} is not finite")
+    if not abs(weight * number) <= LARGEST:
+        raise BadReward(f"returned {number:g}, which times its weight {weight:g} is too large")
     return weight * number
 
 

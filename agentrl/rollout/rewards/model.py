@@ -7,7 +7,6 @@ tools' answers. A classifier with exactly the policy's tokenizer gets the tokens
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from agentrl.env.judge import Judge, RewardApi
 from agentrl.env.judge_text import fenced
 from agentrl.env.toolenv.asked import asking
 from agentrl.env.toolenv.observe import cut_text
+from agentrl.env.toolenv.rewards import LARGEST
 from agentrl.errors import ConfigError, InfraError, JudgeAnswerError
 from agentrl.models.folder import check_model_folder, refuse_adapter
 from agentrl.rollout.rewards.classifier import Classifier
@@ -67,8 +67,8 @@ class RewardModel:
         with asking() as asked:
             try:
                 score = await self.scorer.score(episode)
-                if not math.isfinite(score):
-                    raise JudgeAnswerError(f"the reward model's score is {score}")
+                if not abs(self.weight * score) <= LARGEST:
+                    raise JudgeAnswerError(f"the reward model's score is {score:g}, which is no usable reward")
             except InfraError as e:
                 error = f"{type(e).__name__}: {e}"
                 return replace(episode, error=error, reward=None, stop_reason=StopReason.INFRA)

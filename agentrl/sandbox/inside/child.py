@@ -247,6 +247,8 @@ def fresh_main() -> None:
 def show_exception(error: BaseException, sources: dict[str, bytes]) -> None:
     """Print the traceback as Python would, using the lines of `sources` (by file name) and omitting our own
     frames."""
+    if sys.stderr is None:
+        return
     theirs, sys.path = sys.path, [*SITE]
     try:
         import linecache
@@ -270,8 +272,9 @@ def exit_status(error: SystemExit) -> int:
     if code is None:
         return 0
     if isinstance(code, int):
-        return code & 0xFF
-    sys.stderr.write(f"{code}\n")
+        return code & 0xFF if -(2**63) <= code < 2**63 else 255
+    if sys.stderr is not None:
+        sys.stderr.write(f"{code}\n")
     return 1
 
 
@@ -289,7 +292,7 @@ def run_python(program: bytes, argv: list[str], scope: dict[str, Any]) -> int:
         status = exit_status(error)
     except BaseException as error:
         show_exception(error, {name: program})
-        status = 1
+        status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return finish(status)
 
 
@@ -306,6 +309,8 @@ def finish(status: int) -> int:
         show_exception(error, {})
         status = status or 1
     for stream in (sys.stdout, sys.stderr):
+        if stream is None:
+            continue
         try:
             stream.flush()
         except (AttributeError, OSError, ValueError):

@@ -151,6 +151,10 @@ def _conversation(request: ResponsesRequest, earlier: Sequence[Incoming], items:
     return [*incoming_of(first), *earlier, *_new(items)]
 
 
+SAID = frozenset({"output_text", "input_text", "text", "refusal", "reasoning_text", "summary_text"})
+"""Types of the parts of what an assistant said."""
+
+
 def _new(items: Sequence[Item]) -> list[Incoming]:
     messages: list[WireMessage] = []
     if not items:
@@ -162,6 +166,10 @@ def _new(items: Sequence[Item]) -> list[Incoming]:
         if item.type == "function_call" and not item.name:
             raise invalid(f"input[{n}].name", "is required: it names the function that was called")
         if assistant:
+            for place, part in enumerate(item.content if isinstance(item.content, list) else ()):
+                if part.type not in SAID:
+                    where = f"input[{n}].content[{place}].type"
+                    raise unsupported(where, f"{part.type!r} is nothing an assistant says")
             said.append(item)
             continue
         messages += _turn(said)

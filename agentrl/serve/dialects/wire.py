@@ -65,6 +65,8 @@ class WireMessage(Wire):
     reasoning_content: str | None = None
     """The think block of an assistant turn, in the format this server sends."""
     reasoning: str | None = None
+    function_call: Any = None
+    """Refused: what came before `tool_calls`."""
 
 
 class Function(Wire):

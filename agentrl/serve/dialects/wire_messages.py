@@ -46,6 +46,8 @@ def _incoming(message: WireMessage, where: str) -> Incoming:
         read = read_message(message.model_dump(exclude_none=True))
     except MessageFormatError as e:
         raise (unsupported if e.unsupported else invalid)(f"{where}.{e.path}", e.problem) from None
+    if message.function_call is not None:
+        raise unsupported(f"{where}.function_call", "was replaced by tool_calls")
     if message.role == "tool" and message.tool_call_id is None:
         raise invalid(f"{where}.tool_call_id", "is required: it names the call that this is the result of")
     problems = [f"tool_calls[{n}].function.arguments must be a JSON object" for n in read.malformed]

@@ -188,6 +188,9 @@ async def python_ends_like_python(stage: Stage) -> None:
          b""),
         ("import os; print('x', end=''); os._exit(5)", 5, b"", b""), ("quit()", 0, b"", b""),
         ("import sys; sys.exit(-1)", 255, b"", b""),
+        ("import sys; sys.exit(10**30)", 255, b"", b""), ("import sys; sys.exit(-(2**63))", 0, b"", b""),
+        ("import sys; sys.stdout = None", 0, b"", b""),
+        ("import sys; sys.stderr = None; raise KeyboardInterrupt", 130, b"", b""),
     ]  # fmt: skip
     async with stage.box() as box:
         for code, status, out, err in cases:
