@@ -84,8 +84,8 @@ def run(connection: sqlite3.Connection, sql: str) -> tuple[list[str], list[tuple
     """Column names and at most `MAX_ROWS` rows of one SELECT.
 
     Raises:
-        QueryError: SQLite refuses it, it fails, it takes more than `MAX_STEPS` hundreds of virtual steps, or its answer
-            has more than `MAX_BYTES`.
+        QueryError: SQLite refuses it, it fails, it takes more than `MAX_STEPS` hundreds of virtual steps, or its
+            answer has more than `MAX_BYTES`.
     """
     steps = 0
 

@@ -47,6 +47,11 @@ BAD: list[tuple[Any, str | None, str]] = [
         "messages[0].content[0].type",
         "unsupported_parameter",
     ),
+    (
+        {**GOOD, "messages": [{"role": "assistant", "function_call": {"name": "add", "arguments": "{}"}}]},
+        "messages[0].function_call",
+        "unsupported_parameter",
+    ),
     ({**GOOD, "temperature": "hot"}, "temperature", "invalid_value"),
     ({**GOOD, "temperature": -1}, "temperature", "invalid_value"),
     ({**GOOD, "n": 1.5}, "n", "invalid_value"),
@@ -417,3 +422,31 @@ async def test_what_a_client_did_wrong_is_not_printed(renderer: Renderer, caplog
             assert (await asyncio.wait_for(reader.readline(), 20)).startswith(told)
             writer.close()
     assert [record.message for record in caplog.records if record.levelname != "INFO"] == []
+
+
+@pytest.mark.parametrize("kind", ["input_image", "input_file", "x"])
+async def test_parts_that_no_assistant_says_are_refused(renderer, kind):
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "a"}, {"type": kind, "text": "b"}]}
+    body = {"model": "tiny", "input": [said, {"role": "user", "content": "And?"}]}
+    async with serving(talker(renderer), renderer) as served:
+        answer = await post(served, body, "/responses")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "input[0].content[1].type"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": "x", "reasoning_content": "r " * 500_000},
+        {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f" * 900_000, "arguments": "{}"}}]},
+        {"role": "user", "content": "r " * 500_000},
+    ],
+)
+async def test_long_text_of_any_kind_is_counted_before_it_is_rendered(renderer, message, monkeypatch):
+    def render(*_: object) -> None:
+        raise AssertionError("rendered on the event loop")
+
+    monkeypatch.setattr("agentrl.serve.conversations.Conversations.prompt", render)
+    async with serving(talker(renderer), renderer) as served:
+        answer = await post(served, {**GOOD, "messages": [*GOOD["messages"], message, *GOOD["messages"]]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
