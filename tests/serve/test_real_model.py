@@ -211,6 +211,33 @@ async def test_a_prompt_is_scored_as_harnesses_ask_for_it(served: Served):
     assert all(answer.choices[0].text[at:].startswith(token) for at, token in shown)
 
 
+@pytest.mark.parametrize("echo", [True, False])
+async def test_a_streamed_completion_has_the_tokens_of_the_whole(served: Served, echo: bool):
+    prompts = [list(served.service.renderer.vocabulary.encode_text(text)) for text in ("What is 2", "Hi")]
+    request: dict[str, Any] = {
+        **{"model": "tiny", "prompt": prompts, "echo": echo, "logprobs": 2, "max_tokens": 6, "seed": 3, "n": 2},
+        "extra_body": {"return_token_ids": True},
+    }
+    async with sdk(served) as client:
+        whole = await client.completions.create(**request)
+        pieces = [
+            choice async for c in await client.completions.create(**request, stream=True) for choice in c.choices
+        ]
+    for choice in whole.choices:
+        own = [piece for piece in pieces if piece.index == choice.index]
+        assert "".join(piece.text for piece in own) == choice.text
+        found = choice.logprobs
+        assert found is not None
+        for name in ("tokens", "text_offset"):
+            streamed = [one for piece in own if piece.logprobs for one in getattr(piece.logprobs, name)]
+            assert streamed == getattr(found, name), name
+        values = [one for piece in own if piece.logprobs for one in piece.logprobs.token_logprobs or ()]
+        assert values[0] is None if echo else values[0] is not None
+        np.testing.assert_allclose(values[echo:], (found.token_logprobs or [])[echo:], atol=2e-3)
+        assert [id for piece in own for id in getattr(piece, "token_ids", ())] == choice.model_extra["token_ids"]
+        assert own[0].model_extra["prompt_token_ids"] == choice.model_extra["prompt_token_ids"]
+
+
 async def test_seeds_repeat_and_choices_differ(served: Served):
     async with sdk(served) as client:
         request: dict[str, Any] = {

@@ -101,7 +101,7 @@ class TextJob:
             if request.logprobs is not None:
                 scored = await self._engine.prompt_logprobs(prompt, top=request.logprobs)
             if emit is not None:
-                emit(index, [ContentDelta(self._renderer.decode(prompt))], ())
+                emit(index, [ContentDelta(self._renderer.decode(prompt))], scored)
         if self.max_tokens == 0:
             return Continued(prompt, tuple(scored), Sampled(Completion((), (), (), "length"), ()), "")
         temperature = 1.0 if request.temperature is None else request.temperature
@@ -162,14 +162,28 @@ class TextWriter:
         return []
 
     def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[TokenLogprob]) -> list[Json]:
-        """Return pieces of choice `index`; the tokens are sent with the first of them."""
+        """Return pieces of choice `index`; the tokens are sent with the first of them.
+
+        With `echo`, the first piece is the prompt, with its tokens but the first in `drawn`.
+        """
+        request, begins = self._request, index not in self._offsets
+        at = self._offsets.setdefault(index, 0)
+        prompt = self._job.prompts[index // (request.n or 1)]
+        first = prompt[0] if begins and request.echo else None
         chunks = [self._chunk(index, delta.text) for delta in deltas if isinstance(delta, ContentDelta)]
-        if not chunks and self._request.logprobs is not None:
+        if not chunks and (request.logprobs is not None or request.return_token_ids):
             chunks = [self._chunk(index, "")]
-        if chunks and drawn and self._request.logprobs is not None:
-            at = self._offsets.get(index, 0)
-            chunks[0]["choices"][0]["logprobs"] = self._logprobs(None, drawn, at)
-            self._offsets[index] = at + sum(len(self._name(token.id)) for token in drawn)
+        if not chunks:
+            return []
+        choice = chunks[0]["choices"][0]
+        if request.logprobs is not None and (drawn or first is not None):
+            choice["logprobs"] = self._logprobs(first, drawn, at)
+            names = choice["logprobs"]["tokens"]
+            self._offsets[index] = at + sum(map(len, names))
+        if request.return_token_ids:
+            choice["token_ids"] = [] if first is not None else [token.id for token in drawn]
+            if begins:
+                choice["prompt_token_ids"] = list(prompt)
         return chunks
 
     def closing(self, done: Sequence[Continued]) -> list[Json]:
