@@ -47,7 +47,7 @@ class TextFormat(Wire):
     """The format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
+    name: Annotated[str, Field(max_length=64)] | None = None
     schema_: Json | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
