@@ -47,5 +47,5 @@ def how_to_get(text: str) -> str:
     revision = f" --revision {found['revision']}" if found["revision"] else ""
     return (
         f"the Hugging Face cache {cache_folder()} has no complete {found['repo']}; agentrl downloads nothing, so "
-        f"run `hf download {found['repo']}{revision}` first"
+        f"run `hf download {found['repo']}{revision}` first; or, if a folder is meant, correct its path"
     )

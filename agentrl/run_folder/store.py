@@ -308,14 +308,16 @@ class RunStore:
         A damaged one is renamed to `step-N.damaged`, with a warning, and the one before it is tried.
         """
         folder = self.path / "checkpoints"
-        for step in reversed(checkpoints.steps_saved(folder)):
+        steps = sorted(checkpoints.steps_saved(folder), reverse=True)
+        for step in steps:
             path = folder / f"step-{step}"
             try:
                 checkpoints.verify(path)
             except CheckpointError as e:
                 aside = _free_name(folder / f"step-{step}.damaged")
                 path.rename(aside)
-                text = f"{e}; kept as {aside.name}, falling back to the checkpoint before it"
+                then = "starting over" if step == steps[-1] else "falling back to the checkpoint before it"
+                text = f"{e}; kept as {aside.name}, {then}"
                 self.event(text)
                 warnings.warn(text, stacklevel=2)
                 continue
