@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from agentrl.errors import EngineError
 from agentrl.types import Completion, Sampling
@@ -48,8 +48,7 @@ class EngineCapabilities:
     routes: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """One token, with its log-probability and policy version as in `Completion`.
 
     `top` holds (id, logprob) of the most likely tokens at its position, best first.
