@@ -74,7 +74,7 @@ class ServerConfig(Section):
             parts = urlsplit(url)
             extra = parts.path.rstrip("/") if parts.path.rstrip("/") == "/v1" else parts.query or parts.fragment
             if extra:
-                raise ValueError(f"{url}: leave out {extra!r}: the engine adds paths of its own to the address")
+                raise ValueError(f"{url}: leave out {extra!r}: the engine appends its own paths")
             if url.rstrip("/") in {other.rstrip("/") for other in urls[:place]}:
                 raise ValueError(f"{url} is there twice; give each server once")
         return urls

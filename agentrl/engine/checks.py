@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 from agentrl.config.section import COLDEST
 from agentrl.types import Sampling
 
+ROUNDING = 1e-3
+"""How far above 0 rounding may put a log-probability."""
+
 
 def check_sampling(sampling: Sampling) -> None:
     """Raise ValueError for parameters outside their valid range."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from agentrl.config.engine import EngineConfig
 from agentrl.engine.base import Engine, GenerateOptions, TokenLogprob
+from agentrl.engine.checks import ROUNDING
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.importing import load_object
 from agentrl.types import Completion, Sampling
@@ -128,7 +129,7 @@ def _check_completion(completion: Completion, vocabulary: int | None, where: str
         raise ConfigError(f"{where} returned {len(ids)} tokens with max_tokens {TRIAL_TOKENS} and no stop ids")
     if wrong := [id for id in ids if id < 0 or (vocabulary is not None and id >= vocabulary)]:
         raise ConfigError(f"{where} returned the id {wrong[0]}, outside the model's vocabulary of {vocabulary}")
-    if odd := [p for p in logprobs if not math.isfinite(p) or p > 1e-3]:
+    if odd := [p for p in logprobs if not math.isfinite(p) or p > ROUNDING]:
         raise ConfigError(f"{where} returned the log-probability {odd[0]}; finite numbers up to 0 are expected")
     if set(versions) != {0}:
         raise ConfigError(f"{where} returned the policy versions {sorted(set(versions))} before the first update")

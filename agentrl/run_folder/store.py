@@ -308,15 +308,15 @@ class RunStore:
         A damaged one is renamed to `step-N.damaged`, with a warning, and the one before it is tried.
         """
         folder = self.path / "checkpoints"
-        steps = sorted(checkpoints.steps_saved(folder), reverse=True)
-        for step in steps:
+        steps = checkpoints.steps_saved(folder)
+        for step in reversed(steps):
             path = folder / f"step-{step}"
             try:
                 checkpoints.verify(path)
             except CheckpointError as e:
                 aside = _free_name(folder / f"step-{step}.damaged")
                 path.rename(aside)
-                then = "starting over" if step == steps[-1] else "falling back to the checkpoint before it"
+                then = "starting over" if step == steps[0] else "falling back to the checkpoint before it"
                 text = f"{e}; kept as {aside.name}, {then}"
                 self.event(text)
                 warnings.warn(text, stacklevel=2)

@@ -308,9 +308,8 @@ class Box:
         """Write a regular file; text is encoded as UTF-8.
 
         Raises:
-            OSError: same as `open` and `write`; ENOSPC if the sandbox's disk is full, EILSEQ if UTF-8 cannot write
-            the text (half of a surrogate pair), EIO if the data written
-            differs from the data sent.
+            OSError: same as `open` and `write`; ENOSPC if the sandbox's disk is full, EILSEQ if the text has a
+            lone surrogate, EIO if the data written differs from the data sent.
         """
         try:
             raw = data.encode() if isinstance(data, str) else data

@@ -49,7 +49,7 @@ def program(module: str, *, compiled: bool = False) -> str:
     The text ends in an open call: append arguments and a closing parenthesis.
 
     Args:
-        compiled: bring the modules as bytecode, which only this version of Python reads. It starts in a third less
+        compiled: bring the modules as bytecode, which only this version of Python reads. It starts in half the
             time, and the text is longer than an argument of a program may be.
     """
     modules: dict[str, str | CodeType] = {**sources()}

@@ -108,9 +108,9 @@ class LocalBackend:
         if not sys.platform.startswith("linux"):
             raise SandboxUnavailable(f"sandbox backend {self.name!r} needs Linux, this is {sys.platform}")
         loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         python = self.spec.python or self._interpreter()
         program = bundle.program("keeper", compiled=python == _own_interpreter())
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         text = f"{program}{theirs.fileno()}, {os.getpid()})\n"
         try:
             self._keeper = self._launch(python, theirs.fileno())

@@ -21,7 +21,7 @@ from agentrl.importing import load_function, try_function
 OCCASIONAL = ("turns", "overlong", "reward_model")
 """Parts of the reward that may be missing from every episode of a step."""
 ELSEWHERE = frozenset({"values_N", "greedy_E"})
-"""Fields that are there with one estimator of ours only."""
+"""Fields that only one built-in estimator gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def _check_values(values_N: object, step: StepData, what: str) -> None:
 
 
 def _small_step(needs: Set[str]) -> StepData:
-    """Two groups of two episodes of two turns; what is there in some runs only is there if it is needed."""
+    """Two groups of two episodes of two turns; optional fields are filled only if needed."""
 
     def given(name: str, tensor: Tensor) -> Tensor | None:
         return tensor if name in needs else None

@@ -18,7 +18,7 @@ def summarize(store: RunStore, config: RunConfig, wall_seconds: float) -> Summar
     biased = list(redraws.findings().values())
     first = next((line for line in lines if line["step"] == 0), {})
     steps = [line for line in lines if line["step"] > 0]
-    # A line may be lost; the checkpoint then knows better.
+    # Metrics lines may be lost; a checkpoint proves that its step was done.
     done = int(max((*(line["step"] for line in steps), *steps_saved(store.path / "checkpoints")), default=0))
 
     def total(name: str) -> int:

@@ -78,7 +78,7 @@ class Run:
             self._seconds["sync_gap"] = await self.check.gap(version)
 
     async def finish(self, batch: Batch, rows: TrainingRows, update: StepResult) -> None:
-        """Log the step, and evaluate and save when due: never a policy that learned from a sampler that disagrees.
+        """Log the step, and evaluate and save when due. A step beyond the drift gate is logged, but not saved.
 
         Raises:
             AgentRLError: sampler and learner disagree, or the first steps had no reward at all.

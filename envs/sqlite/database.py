@@ -26,7 +26,7 @@ _THINGS = ("lamp", "chair", "kettle", "spade", "puzzle", "tent", "desk", "bowl",
 MAX_STEPS = 20_000
 MAX_ROWS = 500
 MAX_BYTES = 1_000_000
-"""Of an answer: rows are held in memory, and a query can repeat a value in each of their columns."""
+"""Maximum size of an answer: its rows are held in memory, and a query can repeat a value in every column."""
 _STEPS_BETWEEN_CHECKS = 100
 
 

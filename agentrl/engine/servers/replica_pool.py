@@ -212,7 +212,7 @@ class ReplicaPool:
             finally:
                 replica.end()
                 self._serve_waiting()
-            if last.status in BUSY:
+            if last.status in BUSY and attempt + 1 < ATTEMPTS:
                 await asyncio.sleep(BACK_OFF_S * 2**attempt)
         raise EngineError(f"a request was lost {ATTEMPTS} times; the last time: {last}") from last
 

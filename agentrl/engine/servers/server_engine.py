@@ -23,7 +23,7 @@ from agentrl.engine.base import (
     StructureRefused,
     TokenLogprob,
 )
-from agentrl.engine.checks import check_prompt, check_sampling
+from agentrl.engine.checks import ROUNDING, check_prompt, check_sampling
 from agentrl.engine.servers.client import InferenceServer, Listener, ServerAnswer
 from agentrl.engine.servers.http import ServerRefused, ServerRestarted
 from agentrl.engine.servers.replica_pool import LOST, Host, Replica, ReplicaPool
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-ROUNDING = 1e-3
-"""How far above 0 a log-probability may be."""
 _STRUCTURED_TRIES = 4
 
 

@@ -356,10 +356,6 @@ def _read_answer(answer: Any, url: str, version: int | None = None) -> ServerAns
     return ServerAnswer(ids, logprobs, _versions(spans, len(ids), where), kind, cached, retractions)
 
 
-def _listed(spans: Any) -> list[Any]:
-    return spans if isinstance(spans, list) else []
-
-
 def _versions(spans: Any, count: int, where: str) -> tuple[int, ...]:
     """Return the version of each token, from spans that must cover all of them in order."""
     versions: list[int] = []
@@ -370,7 +366,8 @@ def _versions(spans: Any, count: int, where: str) -> tuple[int, ...]:
                 raise ValueError(f"the span [{start}, {end}) does not follow token {len(versions)}")
             versions += [version] * (end - start)
     except (TypeError, KeyError, ValueError, OverflowError) as e:
-        if any(isinstance(span, Mapping) and span.get("version") == UNNAMED for span in _listed(spans)):
+        listed = spans if isinstance(spans, list) else []
+        if any(isinstance(span, Mapping) and span.get("version") == UNNAMED for span in listed):
             raise ServerRestarted(f"{where}: answers with weights that have no version") from e
         raise EngineError(f"{where}: versions of the weights {spans!r:.200} cannot be read: {e}") from e
     if len(versions) != count:

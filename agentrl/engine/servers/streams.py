@@ -49,10 +49,10 @@ class SGLangStream:
             logprobs, tops = meta["output_token_logprobs"], meta.get("output_top_logprobs") or ()
             done = len(self._ids)
             if [index(entry[1]) for entry in logprobs] != ids:
-                raise ValueError("the log-probabilities are those of other tokens")
+                raise ValueError("the log-probabilities belong to different tokens")
             if int(meta["completion_tokens"]) <= len(ids):  # everything so far
                 if ids[:done] != self._ids:
-                    raise ValueError("tokens that were reported have changed")
+                    raise ValueError("tokens that were already reported have changed")
                 ids, logprobs, tops = ids[done:], logprobs[done:], tops[done:]
             version = int(meta["weight_version"]) if self._version is None else self._version
             drawn = [

@@ -168,7 +168,7 @@ class ToolEnv(ScoredEnv):
         if problem := self.spec().setup.problem(task.row):
             raise ConfigError(f"task {task.id!r}: {problem}")
         self.check_weights()
-        # An env may change what it is given, and the tasks are those of all episodes.
+        # All episodes share the tasks, and an env may modify its row.
         task = replace(task, row={name: _copied(value, name, task) for name, value in task.row.items()})
         self.task, self.rng = task, random.Random(task.seed)
         self._open = True

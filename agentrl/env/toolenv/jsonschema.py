@@ -49,7 +49,7 @@ def check_arguments(schema: Mapping[str, object], arguments: object) -> dict[str
     closed = {"additionalProperties": False} | dict(schema) if "properties" in schema else schema
     try:
         problems = list(_problems(closed, arguments, "args", closed, 0))
-    except Exception:  # the schema is malformed: whoever runs the tool decides
+    except (TypeError, AttributeError):  # the schema is malformed: whoever runs the tool decides
         return dict(arguments)
     if problems:
         raise InvalidArguments("; ".join(problems[:8]))

@@ -51,7 +51,10 @@ def _typed_dict(hint: Any, done: dict[object, object]) -> object:
     required = set(hint.__required_keys__)
     for name, part in fields.items():  # the keys know nothing of hints that are text
         if get_origin(part) in (typing.Required, typing.NotRequired):
-            (required.add if get_origin(part) is typing.Required else required.discard)(name)
+            if get_origin(part) is typing.Required:
+                required.add(name)
+            else:
+                required.discard(name)
             fields[name] = get_args(part)[0]
     make: Any = typing_extensions.TypedDict
     made = make(hint.__name__, fields, total=False)

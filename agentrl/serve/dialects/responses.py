@@ -152,7 +152,7 @@ def _conversation(request: ResponsesRequest, earlier: Sequence[Incoming], items:
 
 
 SAID = frozenset({"output_text", "input_text", "text", "refusal", "reasoning_text", "summary_text"})
-"""Types of the parts of what an assistant said."""
+"""Types of the parts of an assistant message."""
 
 
 def _new(items: Sequence[Item]) -> list[Incoming]:
@@ -169,7 +169,7 @@ def _new(items: Sequence[Item]) -> list[Incoming]:
             for place, part in enumerate(item.content if isinstance(item.content, list) else ()):
                 if part.type not in SAID:
                     where = f"input[{n}].content[{place}].type"
-                    raise unsupported(where, f"{part.type!r} is nothing an assistant says")
+                    raise unsupported(where, f"{part.type!r} is not valid in an assistant message")
             said.append(item)
             continue
         messages += _turn(said)

@@ -66,7 +66,7 @@ class WireMessage(Wire):
     """The think block of an assistant turn, in the format this server sends."""
     reasoning: str | None = None
     function_call: Any = None
-    """Refused: what came before `tool_calls`."""
+    """Refused: the predecessor of `tool_calls`."""
 
 
 class Function(Wire):
