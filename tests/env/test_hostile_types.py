@@ -376,6 +376,9 @@ async def test_a_user_answers_with_messages_or_text():
     assert [m.content for m in view] == ["first", "second"]
     with pytest.raises(EnvError, match=r"Odd\.respond returned True; return text, or None"):
         await played(Odd(), Message("assistant", "hello"))
+    Odd.answer = Message("user", 5)  # type: ignore[arg-type]
+    with pytest.raises(EnvError, match=r"Odd\.respond returned a message whose content is 5, not text"):
+        await played(Odd(), Message("assistant", "hello"))
 
 
 @pytest.mark.parametrize("deep", [600, 5_000])

@@ -378,10 +378,8 @@ class ToolEnv(ScoredEnv):
         if opening is None or (isinstance(opening, str) and opening == ""):
             return []
         if (messages := _messages(opening)) is not None:
-            if bad := [m for m in messages if not isinstance(m.content, str) and not is_content(m.content)]:
-                raise ConfigError(
-                    f"{where} returned a message whose content is {shorten(bad[0].content)}, not text"
-                )
+            if (odd := _odd_content(messages)) is not None:
+                raise ConfigError(f"{where} returned a message whose content is {odd}, not text")
             return messages
         if _is_no_message(opening):
             raise ConfigError(f"{where} returned {shorten(opening)}; return the user's message, or messages")
@@ -418,6 +416,9 @@ class ToolEnv(ScoredEnv):
 
     def _user_messages(self, said: ToolResult) -> list[Message]:
         if (messages := _messages(said.content)) is not None:
+            if (odd := _odd_content(messages)) is not None:
+                where = f"{type(self).__name__}.respond"
+                raise EnvError(f"{where} returned a message whose content is {odd}, not text")
             return messages
         if _is_no_message(said.content):
             raise EnvError(f"{type(self).__name__}.respond returned {shorten(said.content)}; return text, or None")
@@ -446,6 +447,12 @@ def _messages(value: object) -> list[Message] | None:
     if isinstance(value, list | tuple) and value and all(isinstance(part, Message) for part in value):
         return list(value)
     return None
+
+
+def _odd_content(messages: Sequence[Message]) -> str | None:
+    """The first content that is neither text nor parts; None if there is none."""
+    odd = (shorten(m.content) for m in messages if not isinstance(m.content, str) and not is_content(m.content))
+    return next(odd, None)
 
 
 def _is_no_message(value: object) -> bool:
