@@ -291,6 +291,23 @@ class EngineTests:
             assert first.ids == second.ids
             assert first.ids != other.ids
 
+    async def _in_flight(
+        self, engine: ServedEngine, url: str, told: list[TokenLogprob]
+    ) -> list[asyncio.Task[Completion]]:
+        """A streamed request and another, both with the server; others if they end before that is seen."""
+        while True:
+            told.clear()
+            requests: list[Coroutine[Any, Any, Completion]] = [
+                engine.generate_streaming(PROMPT, Sampling(max_tokens=240), GenerateOptions(told.append)),
+                engine.generate(PROMPT, Sampling(max_tokens=240)),
+            ]
+            tasks = [asyncio.create_task(request) for request in requests]
+            while not any(task.done() for task in tasks):
+                running = await asyncio.to_thread(self.KIND.running, url)
+                if running == 2 and 0 < len(told) < 240 and not any(task.done() for task in tasks):
+                    return tasks
+            await asyncio.gather(*tasks)
+
     async def test_stop_ids_limits_and_cancellation(self, url: str, folders: list[Path], tmp_path: Path) -> None:
         async with self.opened(url, folders[0], _way("tensor", folders[0], tmp_path), "tensor") as engine:
             greedy = await engine.generate(PROMPT, Sampling(temperature=0.0, max_tokens=20))
@@ -304,15 +321,10 @@ class EngineTests:
             long = await engine.generate([7] * (engine.max_context - 3), Sampling(max_tokens=50))
             assert (len(long.ids), long.finish) == (3, "length")
             told: list[TokenLogprob] = []
-            requests: list[Any] = [
-                engine.generate_streaming(PROMPT, Sampling(max_tokens=240), GenerateOptions(told.append)),
-                engine.generate(PROMPT, Sampling(max_tokens=240)),
-            ]
-            lost = [asyncio.create_task(request) for request in requests]
-            while len(told) < 4 or await asyncio.to_thread(self.KIND.running, url) < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+            lost = await self._in_flight(engine, url, told)
             for task in lost:
                 task.cancel()
+            for task in lost:
                 with pytest.raises(asyncio.CancelledError):
                     await task
             assert len(told) < 240
