@@ -198,7 +198,7 @@ def class_spec(cls: type) -> ClassSpec:
                 f"the method otherwise and say `name={attribute!r}` in the decorator"
             )
         if (mark := getattr(function, TOOL_MARK, None)) is not None:
-            spec = _tool_spec(attribute, function, mark, where)
+            spec = tool_spec(attribute, function, mark, where)
             if spec.name in tools:
                 raise ConfigError(f"{where}: a second tool named {spec.name!r}; give one another `name=`")
             tools[spec.name] = spec
@@ -282,7 +282,8 @@ def _members(cls: type) -> dict[str, Any]:
     return found
 
 
-def _tool_spec(attribute: str, function: Callable[..., object], mark: ToolMark, where: str) -> ToolSpec:
+def tool_spec(attribute: str, function: Callable[..., object], mark: ToolMark, where: str) -> ToolSpec:
+    """Read the declaration of one marked method. Raises ConfigError; `where` names the method."""
     name = check_name(mark.name or attribute, where)
     check_timeout(mark.timeout_s, where)
     if mark.inline and inspect.iscoroutinefunction(function):

@@ -6,41 +6,38 @@ plain or async, run at the start and the end of the episode.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from agentrl.env.toolenv.declare import TOOL_MARK
 from agentrl.env.toolenv.dispatch import BoundTool, call_function
-from agentrl.env.toolenv.json_schema import check_name, describe_callable, function_schema
 from agentrl.env.toolenv.observe import error_text
-from agentrl.env.toolenv.spec import MethodTool, check_methods, check_timeout, place_of
+from agentrl.env.toolenv.spec import ToolSpec, check_methods, place_of, tool_spec
 from agentrl.errors import ConfigError
 
 
-def toolbox_tools(toolbox: Any) -> list[BoundTool]:
+def toolbox_tools(toolbox: object) -> list[BoundTool]:
     """The marked methods of one instance, in the order of definition, base classes first.
 
     Raises:
         ConfigError: there are no tools, or one has no valid schema.
     """
-    cls = type(toolbox)
+    return [spec.bind(toolbox) for spec in _toolbox_spec(type(toolbox))]
+
+
+@functools.cache
+def _toolbox_spec(cls: type) -> tuple[ToolSpec, ...]:
     check_methods(cls)
-    tools: list[BoundTool] = []
+    tools: list[ToolSpec] = []
     for attribute in dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base)):
         function = getattr(cls, attribute, None)
         mark = getattr(function, TOOL_MARK, None)
-        if function is None or mark is None:
-            continue
-        where = place_of(function, cls, attribute)
-        name = check_name(mark.name or attribute, where)
-        check_timeout(mark.timeout_s, where)
-        signature = describe_callable(function, where=where, method=True)
-        schema = function_schema(name, signature)
-        bound = getattr(toolbox, attribute)
-        tools.append(MethodTool(name, schema, mark.parallel, mark.timeout_s, signature, bound, mark.inline))
+        if function is not None and mark is not None:
+            tools.append(tool_spec(attribute, function, mark, place_of(function, cls, attribute)))
     if not tools:
         raise ConfigError(f"tools: class {cls.__name__} has no @tool method")
-    return tools
+    return tuple(tools)
 
 
 async def begin(toolboxes: Sequence[Any], timeout_s: float) -> None:
