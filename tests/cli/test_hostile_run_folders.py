@@ -27,8 +27,13 @@ DEEP = b"[" * 200_000
 Make = Callable[[Path], None]
 
 
-def packed(data: bytes) -> Make:
-    return lambda path: path.write_bytes(zstandard.ZstdCompressor(level=3).compress(data)) and None
+def packed(head: bytes, filler: bytes = b"", mib: int = 0) -> Make:
+    """`head` and so many MiB of one byte, compressed when the file is written."""
+
+    def write(path: Path) -> None:
+        path.write_bytes(zstandard.ZstdCompressor(level=3).compress(head + filler * (mib << 20)))
+
+    return write
 
 
 def plain(data: bytes) -> Make:
@@ -48,8 +53,8 @@ SPECIAL: dict[str, Make] = {
 }
 EPISODES: dict[str, Make] = SPECIAL | {
     "not compressed": plain(LINE + b"\n"),
-    "bomb": packed(bytes(300 << 20)),
-    "bomb of lines": packed(b"\n" * (80 << 20)),
+    "bomb": packed(b"", b"\0", 300),
+    "bomb of lines": packed(b"", b"\n", 80),
     "NULs": packed(bytes(1000)),
     "no end of line": packed(LINE),
     "half a line": packed(LINE + b"\n" + LINE[:40]),
@@ -58,7 +63,7 @@ EPISODES: dict[str, Make] = SPECIAL | {
     "wrong type": packed(changed(step="many")),
     "no episode": packed(changed(episode=[])),
     "control codes": packed(changed(**{"\x1b[2J\ud800": 1, "group": "\x1b]0;x\x07\u202e"})),
-    "long line": packed(b'{"step": ' + b"1" * (60 << 20)),
+    "long line": packed(b'{"step": ', b"1", 60),
     "two frames": lambda path: path.write_bytes(2 * zstandard.compress(LINE + b"\n")) and None,
 }
 

@@ -43,7 +43,7 @@ def pages() -> list[Path]:
 def blocks_of(page: Path) -> Iterator[Block]:
     """The blocks of one page; an indented block has the language "indented"."""
     name, reason = str(page.relative_to(ROOT)), ""
-    for token in MarkdownIt().parse(page.read_text(encoding="utf-8")):
+    for token in MarkdownIt().disable("inline").parse(page.read_text(encoding="utf-8")):
         if token.type in ("fence", "code_block"):
             assert token.map is not None
             language = "indented" if token.type == "code_block" else token.info.strip()

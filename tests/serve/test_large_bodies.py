@@ -24,13 +24,16 @@ def many(item: str) -> str:
     return "[" + ",".join([item] * (SIZE // (len(item) + 1))) + "]"
 
 
-USER = '[{"role":"user","content":', "}]"
-KINDS = {
-    "a text": USER[0] + '"' + "word " * (SIZE // 5) + '"' + USER[1],
-    "parts": USER[0] + many('{"type":"text","text":"hi"}') + USER[1],
-    "wrong messages": many('{"role":"nobody","content":5}'),
-    "escaped quotes": USER[0] + '"' + '\\"' * (SIZE // 8) + '"' + USER[1],
-}
+def messages(kind: str) -> str:
+    start, end = '[{"role":"user","content":', "}]"
+    if kind == "a text":
+        return start + '"' + "word " * (SIZE // 5) + '"' + end
+    if kind == "parts":
+        return start + many('{"type":"text","text":"hi"}') + end
+    if kind == "escaped quotes":
+        return start + '"' + '\\"' * (SIZE // 8) + '"' + end
+    assert kind == "wrong messages"
+    return many('{"role":"nobody","content":5}')
 
 
 @pytest.mark.slow
@@ -42,7 +45,7 @@ KINDS = {
     ],
 )
 async def test_no_body_holds_up_the_event_loop(renderer: Renderer, path: str, kind: str):
-    body = f'{{"model":"tiny","max_tokens":5,"{PATHS[path]}":{KINDS[kind]}}}'
+    body = f'{{"model":"tiny","max_tokens":5,"{PATHS[path]}":{messages(kind)}}}'
     if path == "/v1/responses":
         body = body.replace('"max_tokens":5,', "")
     held = []
