@@ -23,7 +23,8 @@ def toolbox_tools(toolbox: object) -> list[BoundTool]:
     Raises:
         ConfigError: there are no tools, or one has no valid schema.
     """
-    return [spec.bind(toolbox) for spec in _toolbox_spec(type(toolbox))]
+    cls: type = type(toolbox)
+    return [spec.bind(toolbox) for spec in _toolbox_spec(cls)]
 
 
 @functools.cache
