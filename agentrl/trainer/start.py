@@ -145,8 +145,11 @@ async def _cold_start(
             reporter=reporter,
             stopping=stopping,
         )
-        target.mkdir()
-        await learner.export(target)
+        try:
+            target.mkdir()
+            await learner.export(target)
+        except (SafetensorError, OSError) as e:
+            raise file_error(e, target) from e
     finally:
         await engine.close()
         await learner.close()

@@ -13,6 +13,9 @@ from agentrl.algo.parameters import Named, NonNegative, Share
 from agentrl.algo.ratio import LossOutput, ratio_metrics
 from agentrl.algo.segments import trained
 
+ROUNDING = 1e-4
+"""Log-ratios up to here may be rounding of float32; they are not penalized."""
+
 
 class KLCov(Named):
     """The policy gradient with a penalty on the few tokens whose advantage and log-probability vary together.
@@ -50,7 +53,10 @@ def kl_cov(
     *,
     selected_T: Tensor,
 ) -> LossOutput:
-    """-A r, plus kl_coef |log-ratio| on the selected tokens.
+    """-A r, plus kl_coef |log-ratio| on the selected tokens, as far as it is more than rounding.
+
+    Before the first change of the weights, log-ratios are rounding errors of either sign, and the gradient of
+    |log-ratio| is that sign: it would depend on how rows are packed.
 
     Args:
         selected_T: [T] bool, this micro-batch's part of `kl_cov_selection`.
@@ -59,7 +65,8 @@ def kl_cov(
         loss_mask_T, logprobs_T, old_logprobs_T, advantages_T, weights_T, selected_T
     )
     log_ratio_N = new_N - old_N
-    penalty_N = torch.where(selected_N, config.kl_coef * log_ratio_N.abs(), torch.zeros_like(new_N))
+    moved_N = selected_N & (log_ratio_N.detach().abs() > ROUNDING)
+    penalty_N = torch.where(moved_N, config.kl_coef * log_ratio_N.abs(), torch.zeros_like(new_N))
     loss_N = -adv_N * bounded_exp(log_ratio_N) + penalty_N
     metrics = ratio_metrics(new_N, old_N) | {"selected_fraction": mean_of(selected_N)}
     return (weight_N * loss_N).sum(), metrics

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import uuid
 import warnings
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
@@ -29,6 +29,7 @@ from agentrl.engine.servers.http import ServerRefused, ServerRestarted
 from agentrl.engine.servers.replica_pool import LOST, Host, Replica, ReplicaPool
 from agentrl.engine.servers.weight_sync import WeightSync, distinct, vocabulary_of
 from agentrl.errors import EngineError
+from agentrl.models.exact import exact_tensors
 from agentrl.types import Completion, Sampling
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class ServedEngine(Engine):
         limits = limits or ServedLimits()
         self.max_context = 0
         self._model, self._dtype, self._sync, self._on_close = model, dtype, sync, on_close
+        self._exact: frozenset[str] = frozenset()
         self._vocabulary = vocabulary_of(model)
         self._given, self._local, self._tell = given, local, tell
         self._version = self._newest = 0
@@ -109,8 +111,10 @@ class ServedEngine(Engine):
         Raises:
             EngineError: one could not be started.
         """
+        if self._dtype != torch.float32:
+            self._exact = await asyncio.to_thread(exact_tensors, self._model)
         if self._given:  # it may have served other weights before
-            self._weights = await asyncio.to_thread(load_folder, self._model, self._dtype)
+            self._weights = await asyncio.to_thread(load_folder, self._model, self._dtype, self._exact)
         try:
             await self._pool.start()
             described = [await r.server.describe() for r in self._pool.ready if r.server is not None]
@@ -254,9 +258,13 @@ class ServedEngine(Engine):
             EngineError: the servers reject them, or no server is left.
         """
         async with self._lock:
-            snapshot = await asyncio.to_thread(copy_weights, weights, self._dtype)
-            on_gpu = self._local and any(tensor.is_cuda for tensor in weights.values())
-            sent = {n: t.detach().to(self._dtype) for n, t in distinct(weights).items()} if on_gpu else snapshot
+            snapshot = await asyncio.to_thread(copy_weights, weights, self._dtype, self._exact)
+            sent = snapshot
+            if self._local and any(tensor.is_cuda for tensor in weights.values()):
+                sent = {
+                    name: tensor.detach().to(_sent_as(name, tensor, self._dtype, self._exact))
+                    for name, tensor in distinct(weights).items()
+                }
             self._newest = max(self._newest, version)
             await self._push(sent, version)
             self._weights, self._version = snapshot, version
@@ -412,15 +420,25 @@ class ServedEngine(Engine):
         await asyncio.gather(*(one(r) for r in self._pool.ready if r.asleep))
 
 
-def copy_weights(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Copy to host memory, so that the learner's next step does not change it; tied parameters once."""
+def _sent_as(name: str, tensor: Tensor, dtype: torch.dtype, exact: Collection[str]) -> torch.dtype:
+    return tensor.dtype if name in exact or not tensor.is_floating_point() else dtype
+
+
+def copy_weights(
+    weights: Mapping[str, Tensor], dtype: torch.dtype, exact: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """Copy to host memory, so that the learner's next step does not change it; tied parameters once.
+
+    Args:
+        exact: names of tensors that keep their own dtype (`exact_tensors`), as do those of integers.
+    """
     return {
-        name: tensor.detach().to(device="cpu", dtype=dtype, copy=True).contiguous()
+        name: tensor.detach().to(device="cpu", dtype=_sent_as(name, tensor, dtype, exact), copy=True).contiguous()
         for name, tensor in distinct(weights).items()
     }
 
 
-def load_folder(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+def load_folder(folder: Path, dtype: torch.dtype, exact: Collection[str] = ()) -> dict[str, Tensor]:
     """Read the weights of a Hugging Face directory."""
     from safetensors.torch import load_file
 
@@ -433,7 +451,7 @@ def load_folder(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     }
     if not found:
         raise EngineError(f"{folder} holds no *.safetensors")
-    return copy_weights(found, dtype)
+    return copy_weights(found, dtype, exact)
 
 
 def _moved(seed: int | None, done: int) -> int | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -119,7 +120,8 @@ def decode(head: dict[str, Any], packed: Tensor, device: torch.device | None = N
 class Overlay(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is active, a copy into a tensor leaves it as it is where the source is NaN.
 
-    A model's own loader splits, fuses and shards what it gets, and ends in copies into its parameters.
+    A model's own loader splits, fuses and shards what it gets, and ends in copies into its parameters, or fills
+    them if they are single numbers.
 
     Attributes:
         written: what was copied into.
@@ -134,6 +136,11 @@ class Overlay(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.before: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.fill_.Scalar and self.whole == args[0].numel() == 1:
+            if not math.isnan(args[1]):  # loaders fill a weight of one number with its `item()`
+                func(*args)
+            self.written.append(args[0])
+            return args[0]
         if func is not torch.ops.aten.copy_.default or not args[1].is_floating_point():
             return func(*args, **(kwargs or {}))
         target, source = args[0], args[1].to(args[0].device)
