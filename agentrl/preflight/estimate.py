@@ -14,6 +14,7 @@ from agentrl.preflight.machines import Machine
 from agentrl.preflight.shape import ModelShape
 
 if TYPE_CHECKING:
+    from agentrl.preflight.knobs import Knob
     from agentrl.preflight.predict import Prediction
 
 
@@ -69,6 +70,8 @@ class Plan:
     phases: list[Phase]
     kv_bytes_per_token: int
     kv_bytes: int
+    kv_limited: bool
+    """Whether memory limits the cache to less than all slots may need."""
     checkpoint_bytes: int
     checkpoints_bytes: int
     memory_bytes: int | None
@@ -78,6 +81,8 @@ class Plan:
     machine: Machine | None = None
     """The GPUs that it is planned for, if they were named."""
     prediction: Prediction | None = None
+    saves_most: Knob | None = None
+    """The change of a setting that saves most."""
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
@@ -85,6 +90,18 @@ class Plan:
         data["phases"] = [asdict(phase) | {"total": phase.total} for phase in self.phases]
         data["model"].pop("linear")
         return data
+
+
+def colocated(config: RunConfig) -> bool:
+    """Whether engine and learner are in the process of the run, on one device."""
+    if config.learner_on_ray or config.engine.on_servers:
+        return False
+    devices = {_numbered(config.learner.device), _numbered(config.engine.device)}
+    return config.engine.own or len(devices) == 1
+
+
+def _numbered(device: str) -> str:
+    return {"cuda": "cuda:0"}.get(device, device)
 
 
 def own_devices(config: RunConfig, gpu: bool) -> dict[str, int]:

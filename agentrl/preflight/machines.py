@@ -75,6 +75,13 @@ class Machine:
         """The slowest link between two GPUs."""
         return self.card.link if self.nodes == 1 else min(self.card.link, BETWEEN_NODES)
 
+    def between(self, ranks: int) -> float:
+        """Bytes per second that each of so many GPUs receives when all of them gather something.
+
+        Between nodes, the ports of all GPUs of a node carry it together.
+        """
+        return self.card.link if ranks <= self.gpus else min(self.card.link, BETWEEN_NODES * self.gpus)
+
     @property
     def price(self) -> float:
         """Dollars per hour."""

@@ -6,7 +6,7 @@ from agentrl.config.run import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.gpu import gpus_here
 from agentrl.learner.attention.kind import choose_attention
-from agentrl.preflight.estimate import own_devices
+from agentrl.preflight.estimate import colocated, own_devices
 from agentrl.preflight.shape import ModelShape
 
 
@@ -29,7 +29,7 @@ def _engine(config: RunConfig, device: str) -> str:
     if engine.own:
         return f"engine: {engine.kind}, created in the process of the run"
     if not engine.on_servers:
-        return f"engine: in the process of the run, on its {device}"
+        return f"engine: in the process of the run, on {_own(engine.device, device)}"
     if server.urls:
         return f"engine: {len(server.urls)} running {engine.kind} server{'s' * (len(server.urls) > 1)}"
     each = f"{server.tensor_parallel} GPUs" if server.tensor_parallel > 1 else f"one {device}"
@@ -41,7 +41,7 @@ def _engine(config: RunConfig, device: str) -> str:
 def _learner(config: RunConfig, device: str) -> list[str]:
     learner = config.learner
     if not config.learner_on_ray:
-        return [f"learner: in the process of the run, on its {device}"]
+        return [f"learner: in the process of the run, on {_own(learner.device, device)}"]
     cluster = f"the Ray cluster {config.ray}" if config.ray else "a Ray cluster on this machine"
     lines = [f"learner: {_ranks(learner.ranks, device)}, on {cluster}"]
     if learner.sequence_ranks > 1:
@@ -87,20 +87,27 @@ def _scorers(config: RunConfig, device: str) -> list[str]:
 def _conclusions(config: RunConfig, gpu: bool) -> list[str]:
     """What follows for devices."""
     lines = []
-    if not config.learner_on_ray and not config.engine.on_servers:
+    if colocated(config) or not (gpu or config.learner_on_ray or config.engine.on_servers):
         lines.append(
             "so engine and learner are colocated: they share the memory, and take turns"
             if config.rollout.max_staleness == 0
-            else "so engine and learner are colocated and work at the same time"
+            else "so engine and learner are colocated: they share the memory, and slow each other down"
         )
     elif config.engine.server.sleep:
         lines.append("so they are colocated: servers free their memory while the learner works")
     else:
         lines.append("so they are split: each has its own devices")
-    if devices := own_devices(config, gpu):
+    devices, server = own_devices(config, gpu), config.engine.server
+    if gpu and config.engine.on_servers and server.launch == "ray" and not server.sleep and not server.urls:
+        devices["servers"] = server.replicas * server.tensor_parallel
+    if devices:
         asked = " + ".join(f"{number} for the {name}" for name, number in devices.items())
         lines.append(f"so the Ray cluster needs {sum(devices.values())} {'GPU' if gpu else 'CPU'}s: {asked}")
     return lines
+
+
+def _own(asked: str, device: str) -> str:
+    return asked if ":" in asked else f"its {device}"
 
 
 def _ranks(number: int, device: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from agentrl.preflight.estimate import Phase, Plan, size
 from agentrl.preflight.machines import Machine
-from agentrl.preflight.predict import DECODE_SHARE, FILLED, HOST, MFU, SMALL_MFU, Prediction
+from agentrl.preflight.predict import DECODE_SHARE, FILLED, HOST, LINK_SHARE, MFU, SMALL_MFU, Prediction
 
 
 def lines(plan: Plan) -> Sequence[str]:
@@ -37,18 +37,30 @@ def lines(plan: Plan) -> Sequence[str]:
     )
     if plan.machine is not None and plan.prediction is not None:
         out += _predicted(plan.machine, plan.prediction)
+        out.append(f"            saves most: {_saves_most(plan, plan.prediction)}")
     return out
+
+
+def _saves_most(plan: Plan, found: Prediction) -> str:
+    change = plan.saves_most
+    if change is None or change.seconds is None:
+        return "more or faster GPUs; no setting that was tried does on these"
+    return f"{change}: {_seconds(change.seconds)} instead of {_seconds(found.together)}"
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.0f} s" if number >= 10 else f"{number:.2g} s"
 
 
 def _predicted(machine: Machine, found: Prediction) -> list[str]:
     return [
         f"machine     {machine}, ${machine.price:.0f} per hour",
-        f"predicted   {found.together:.0f} s per step: rollout {found.rollout:.0f} s, update {found.update:.0f} s,"
-        f" weights {found.publish:.1f} s; ${found.dollars:.2f} per step",
+        f"predicted   {_seconds(found.together)} per step: rollout {_seconds(found.rollout)}, "
+        f"update {_seconds(found.update)}, weights {_seconds(found.publish)}; ${found.dollars:.2f} per step",
         f"            assumes decoding at {DECODE_SHARE:.0%} of the memory bandwidth, an MFU of {MFU:.0%} "
         f"({SMALL_MFU:.0%} below 2 B parameters), episodes that fill {FILLED:.0%} of their limits, "
-        f"{HOST / 1e9:.0f} GB/s through host memory, and no time in tools",
-        f"            saves most: {found.knob}",
+        f"{HOST / 1e9:.0f} GB/s through host memory, {LINK_SHARE:.0%} of the links between ranks, and no time in "
+        "tools",
     ]
 
 

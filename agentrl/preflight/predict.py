@@ -1,14 +1,14 @@
-"""Predict the seconds of a step on GPUs: rollout by memory bandwidth, update by operations, weights by link."""
+"""Predict the seconds of a step on GPUs: rollout by memory bandwidth, update by operations, transfers by link."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from agentrl.config.engine import SERVERS
 from agentrl.config.run import RunConfig
-from agentrl.preflight.estimate import Arithmetic
+from agentrl.preflight.estimate import Arithmetic, colocated
 from agentrl.preflight.machines import Machine
+from agentrl.preflight.phases import Cache, Models, engine_bytes, engines, trained_parameters
 from agentrl.preflight.shape import BFLOAT16, FLOAT32, ModelShape
 from agentrl.trainer.room import longest_episode
 
@@ -25,6 +25,12 @@ DISK = 2e9
 """Bytes per second of a folder that run and servers share."""
 HOST = 3e9
 """Bytes per second of weights through host memory: from a rank to the run, and in requests to servers."""
+PCIE = 25e9
+"""Bytes per second between a GPU and pinned memory of its host."""
+LINK_SHARE = 0.7
+"""Share of the links between GPUs that ranks reach when they gather weights and sum gradients."""
+HOST_OPTIMIZER = 20e9
+"""Bytes per second at which a rank updates weights in host memory; a weight and its moments are 28 bytes."""
 CHANGED = 0.03
 """Share of the bytes of an update that `engine.sync: delta` sends."""
 
@@ -35,11 +41,11 @@ class Prediction:
 
     Attributes:
         rollout: sampling, without tools.
-        update: forward and backward passes, with reference and old log-probabilities.
+        update: forward and backward passes, with reference and old log-probabilities, or the transfers between
+            ranks and with host memory if these take longer.
         publish: weights to the engine.
-        together: the step; rollout and update overlap in asynchronous runs.
+        together: the step; rollout and update overlap in asynchronous runs, unless they share a GPU.
         dollars: per step.
-        knob: the setting that would save most.
     """
 
     rollout: float
@@ -47,112 +53,120 @@ class Prediction:
     publish: float
     together: float
     dollars: float
-    knob: str
 
 
-def predict(
-    config: RunConfig, shape: ModelShape, batch: Arithmetic, machine: Machine, critic: ModelShape | None = None
-) -> Prediction:
-    """Predict a step; the shares above are assumptions, stated with the result.
-
-    Args:
-        critic: its size, if the run has one.
-    """
-    rollout = _rollout(config, shape, batch, machine)
-    update = _update(config, shape, critic, batch, machine)
-    publish = _publish(config, shape, machine)
-    overlap = config.rollout.max_staleness > 0
+def predict(config: RunConfig, models: Models, batch: Arithmetic, cache: Cache, machine: Machine) -> Prediction:
+    """Predict a step; the shares above are assumptions, stated with the result."""
+    rollout = _rollout(config, models.policy, batch, cache, machine)
+    update = _update(config, models, batch, machine)
+    publish = _publish(config, models.policy, machine)
+    overlap = config.rollout.max_staleness > 0 and not colocated(config)
     together = (max(rollout, update) if overlap else rollout + update) + publish
-    dollars = together * machine.price / 3600
-    return Prediction(rollout, update, publish, together, dollars, _knob(config, rollout, update, publish))
+    return Prediction(rollout, update, publish, together, together * machine.price / 3600)
 
 
-def _engine_gpus(config: RunConfig) -> tuple[int, int]:
-    """Engines, and GPUs of each."""
-    server = config.engine.server
-    if not config.engine.on_servers:
-        return 1, 1
-    return len(server.urls) or server.replicas, server.tensor_parallel
-
-
-def _rollout(config: RunConfig, shape: ModelShape, batch: Arithmetic, machine: Machine) -> float:
+def _rollout(config: RunConfig, shape: ModelShape, batch: Arithmetic, cache: Cache, machine: Machine) -> float:
     """Completions are decoded token by token, all slots at once; prompts and observations are read in parallel."""
-    engines, split = _engine_gpus(config)
-    card, views = machine.card, [view.rollout for view in config.by_env.values()]
-    at_once = min(math.ceil(batch.episodes / engines), config.engine.max_slots)
-    waves = math.ceil(batch.episodes / engines / at_once)
+    number, split = engines(config), config.engine.server.tensor_parallel
+    card, each = machine.card, engine_bytes(config)
+    views = [view.rollout for view in config.by_env.values()]
     context = FILLED * min(longest_episode(config), shape.max_context)
-    read = shape.touched(at_once) * BFLOAT16 + at_once * context / 2 * shape.kv_bytes_per_token(BFLOAT16)
+    per_episode = cache.per_token * context / 2  # over its time in the cache
+    at_once = min(math.ceil(batch.episodes / number), config.engine.max_slots)
+    if cache.room is not None:
+        at_once = max(1, min(at_once, int(cache.room / number / per_episode)))
+    waves = math.ceil(batch.episodes / number / at_once)
+    read = shape.touched(at_once) * each + at_once * per_episode
     by_memory = read / (card.bandwidth * DECODE_SHARE * split)
     by_operations = 2 * shape.active * at_once / (card.flops * PREFILL_SHARE * split)
     longest = FILLED * max(min(view.max_turns * view.max_tokens, view.token_budget) for view in views)
     decoding = waves * longest * max(by_memory, by_operations)
-    prompts = FILLED * max(batch.tokens - batch.sampled_tokens, 0) / engines
+    prompts = FILLED * max(batch.tokens - batch.sampled_tokens, 0) / number
     return decoding + 2 * shape.active * prompts / (card.flops * PREFILL_SHARE * split)
 
 
-def _update(
-    config: RunConfig, shape: ModelShape, critic: ModelShape | None, batch: Arithmetic, machine: Machine
-) -> float:
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a model does with the tokens of a step.
+
+    Attributes:
+        passes: how often, in forward passes.
+        rounds: how often all micro-batches are computed with a backward pass.
+        looks: how often without.
+        trained: parameters with gradients.
+    """
+
+    shape: ModelShape
+    ranks: int
+    passes: float
+    rounds: int
+    looks: int
+    trained: int
+
+
+def _update(config: RunConfig, models: Models, batch: Arithmetic, machine: Machine) -> float:
     """All passes of an update; models on dedicated ranks run first, while the policy waits."""
     algorithm, learner = config.algorithm, config.learner
     again = 1.0 if learner.checkpoint_activations else 0.0
-    passes = algorithm.epochs * ((3.0 if learner.lora is None else 2.0) + again)  # forward; backward of both kinds
-    passes += 1.0 if algorithm.updates_per_step * algorithm.epochs > 1 else 0.0
-    found = _passes(config, shape, batch, machine, passes, learner.ranks)
+    epochs, looks = algorithm.epochs, int(algorithm.updates_per_step * algorithm.epochs > 1)
+    backward = (3.0 if learner.lora is None else 2.0) + again  # forward; backward of both kinds
+    trained = trained_parameters(config, models.policy)
+    work = [_Work(models.policy, learner.ranks, epochs * backward + looks, epochs, looks, trained)]
     if algorithm.kl.coef > 0:
-        found += _passes(config, shape, batch, machine, 1.0, learner.reference_ranks or learner.ranks)
-    if config.critic is not None and critic is not None:
-        passes = 1.0 + algorithm.epochs * (3.0 + again)  # its values first
-        found += _passes(config, critic, batch, machine, passes, config.critic.ranks or learner.ranks)
-    return found
+        work.append(_Work(models.policy, learner.reference_ranks or learner.ranks, 1.0, 0, 1, 0))
+    if config.critic is not None and models.critic is not None:
+        passes = 1.0 + epochs * (3.0 + again)  # its values first
+        ranks = config.critic.ranks or learner.ranks
+        work.append(_Work(models.critic, ranks, passes, epochs, 1, models.critic.parameters))
+    return sum(max(_computing(config, one, batch, machine), _moving(config, one, batch, machine)) for one in work)
 
 
-def _passes(
-    config: RunConfig, shape: ModelShape, batch: Arithmetic, machine: Machine, passes: float, ranks: int
-) -> float:
-    """Seconds of so many passes over the tokens of a step."""
+def _computing(config: RunConfig, work: _Work, batch: Arithmetic, machine: Machine) -> float:
+    """Seconds of the operations."""
+    shape = work.shape
     forward = 2 * shape.active + 2 * shape.layers * FILLED * longest_episode(config) * shape.heads * shape.head_dim
     mfu = SMALL_MFU if shape.parameters < SMALL else MFU
     speed = machine.card.flops * mfu / (1 if config.learner.precision == "bfloat16" else 8)
-    return passes * forward * FILLED * batch.tokens / (speed * min(ranks, machine.total))
+    return work.passes * forward * FILLED * batch.tokens / (speed * min(work.ranks, machine.total))
+
+
+def _moving(config: RunConfig, work: _Work, batch: Arithmetic, machine: Machine) -> float:
+    """Seconds of what ranks send each other, and of what is kept in host memory.
+
+    Ranks gather the weights for each pass over a micro-batch, forward and backward, and sum float32 gradients.
+    """
+    learner, shape = config.learner, work.shape
+    each = BFLOAT16 if learner.precision == "bfloat16" else FLOAT32
+    tokens = FILLED * batch.tokens / work.ranks
+    micro_batches = max(1, math.ceil(tokens / batch.updates / learner.tokens_per_micro_batch)) * batch.updates
+    gathers = micro_batches * (2 * work.rounds + work.looks) * shape.parameters
+    gradients = micro_batches * work.rounds * work.trained
+    others = (work.ranks - 1) / work.ranks
+    found = others * (each * gathers + FLOAT32 * gradients) / (LINK_SHARE * machine.between(work.ranks))
+    if learner.cpu_offload:
+        found += FLOAT32 * (gathers + gradients) / work.ranks / PCIE
+        found += 7 * FLOAT32 * work.trained * work.rounds * batch.updates / work.ranks / HOST_OPTIMIZER
+    if learner.offload_activations:
+        kept = shape.hidden * each if learner.checkpoint_activations else shape.activation_bytes_per_token(each)
+        found += 2 * work.rounds * tokens * shape.layers * kept / PCIE
+    return found
 
 
 def _publish(config: RunConfig, shape: ModelShape, machine: Machine) -> float:
-    engines, split = _engine_gpus(config)
+    number, split = engines(config), config.engine.server.tensor_parallel
     lora = config.learner.lora
     adapter = config.engine.sync == "lora" and lora is not None
     sent = BFLOAT16 * (shape.lora_parameters(lora.rank, lora.targets) if adapter and lora else shape.parameters)
-    if not config.engine.on_servers:
-        return sent / (machine.card.bandwidth / 4)
     gathered = FLOAT32 * shape.parameters / HOST if config.learner_on_ray and not adapter else 0.0
+    if not config.engine.on_servers:
+        if config.learner_on_ray or lora is not None or config.learner.cpu_offload:  # by way of host memory
+            return 2 * FLOAT32 * shape.parameters / HOST
+        return sent / (machine.card.bandwidth / 4)
     sync = config.engine.resolved_sync
     if sync in ("disk", "lora"):
-        return gathered + sent * (1 + engines) / DISK
+        return gathered + sent * (1 + number) / DISK
     by_value = config.learner_on_ray or config.engine.server.launch == "ray" or bool(config.engine.server.urls)
     if sync in ("tensor", "delta") and by_value:
         changed = CHANGED + (1 - CHANGED) / config.engine.server.full_every if sync == "delta" else 1.0
-        return gathered + changed * sent * engines / HOST
-    return gathered + sent * engines / (machine.link * 0.5 * split)
-
-
-def _knob(config: RunConfig, rollout: float, update: float, publish: float) -> str:
-    most = max((rollout, "rollout"), (update, "update"), (publish, "publish"))[1]
-    if config.rollout.max_staleness == 0 and min(rollout, update) > 0.3 * max(rollout, update):
-        return "rollout.max_staleness: 1 (sample the next step during the update)"
-    if most == "update":
-        slow = config.learner.precision == "float32"
-        return "learner.precision: bfloat16" if slow else "learner.ranks (more GPUs for the update)"
-    if most == "publish":
-        if not config.engine.on_servers:
-            return "engine.kind: sglang"
-        engine = config.engine
-        faster = {
-            "disk": ("broadcast", "tensor", "delta"),
-            "tensor": ("broadcast", "delta"),
-            "broadcast": ("delta",),
-        }
-        ways = [way for way in faster.get(engine.resolved_sync, ()) if way in SERVERS[engine.kind]]
-        ways = [way for way in ways if way != "delta" or not engine.server.sleep]
-        return f"engine.sync: {' or '.join(ways)}" if ways else "engine.server.replicas (fewer)"
-    return "engine.server.replicas (more GPUs for sampling)" if config.engine.on_servers else "engine.kind: sglang"
+        return gathered + changed * sent * number / HOST
+    return gathered + sent * number / (machine.link * 0.5 * split)

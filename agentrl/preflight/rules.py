@@ -10,7 +10,7 @@ from agentrl.config.run import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.gpu import gpus_here
 from agentrl.learner.attention.kind import choose_attention
-from agentrl.preflight.estimate import Phase, Plan, PlanFinding, disk_free, own_devices, size
+from agentrl.preflight.estimate import Phase, Plan, PlanFinding, colocated, disk_free, own_devices, size
 from agentrl.preflight.machines import Machine
 from agentrl.trainer.room import longest_episode, room_for
 
@@ -31,14 +31,20 @@ def memory(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     if plan.memory_bytes is None:
         return
     for phase in plan.phases:
-        if phase.name == "rollout" and config.engine.server.urls:
-            continue  # running servers have separate devices
+        if phase.name == "rollout" and (config.engine.server.urls or _only_its_share(config, phase, gpu)):
+            continue
         if phase.total > TOO_FULL * plan.memory_bytes:
             name, most = max(phase.parts.items(), key=lambda part: part[1])
             text = f"{phase.name} needs {size(phase.total)} in {phase.where}, which has {size(plan.memory_bytes)}"
             yield PlanFinding(
                 "PL01", "error", f"{text}; most of it is {name} ({size(most)})", _relief(phase, name, config)
             )
+
+
+def _only_its_share(config: RunConfig, phase: Phase, gpu: bool) -> bool:
+    """Whether a GPU has nothing but a server, which leaves the rest of it alone."""
+    alone = phase.parts.keys() == {"weights", "KV cache"}
+    return gpu and config.engine.on_servers and alone and phase.parts["KV cache"] > 0
 
 
 OWN_RANKS = {"reference": "raise learner.reference_ranks", "critic": "raise critic.ranks"}
@@ -48,6 +54,8 @@ def _relief(phase: Phase, name: str, config: RunConfig) -> str:
     learner = config.learner
     if "reward model" in name:
         return "take a smaller reward model, or ask a server for the scores (reward_model.kind: http)"
+    if "KV" in name and config.engine.server.sleep:
+        return "lower engine.server.gpu_memory_utilization: the learner stays in memory while servers sample"
     if "KV" in name:
         return "lower engine.max_slots, rollout.token_budget or rollout.group_size"
     if "activations" in name:
@@ -144,7 +152,12 @@ def waves(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
             f"{plan.batch.episodes:,} episodes, if all are as long as they may be, share {slots} slots: they are "
             f"played in {times:.0f} waves"
         )
-        yield PlanFinding("PL08", "warning", text, "raise engine.max_slots or engine.server.replicas")
+        fix = "raise engine.max_slots"
+        if plan.kv_limited:
+            fix = "memory limits them: lower rollout.token_budget"
+            if config.engine.on_servers:
+                fix += ", or raise engine.server.gpu_memory_utilization, tensor_parallel or replicas"
+        yield PlanFinding("PL08", "warning", text, fix)
 
 
 def bypass(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
@@ -254,19 +267,23 @@ def devices(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
             yield PlanFinding(
                 "PL16", "error", text, f"set {key} to auto, or plan for another machine with --memory"
             )
-    needed = sum(own_devices(config, gpu).values())
-    if config.ray is None and needed:
+    ranks = sum(own_devices(config, gpu).values())
+    if config.ray is None and ranks:
         has, kind = (there, "GPUs") if gpu else (os.cpu_count() or 1, "CPU cores")
-        if needed > has:
-            text = f"the ranks need {needed:,} {kind}, and this machine has {has}"
+        if ranks > has:
+            text = f"the ranks need {ranks:,} {kind}, and this machine has {has}"
             fix = (
                 "lower learner.ranks (and the ranks of reference, critic and reward model), or name a cluster in "
             )
             yield PlanFinding("PL16", "error", text, fix + "`ray`")
     if engine.on_servers and gpu and not servers_elsewhere:
         needed = engine.server.replicas * engine.server.tensor_parallel
-        if needed > there:
-            text = f"the {engine.kind} servers need {needed:,} GPUs, and this machine has {there}"
+        both = needed + ranks if config.ray is None and not engine.server.sleep else needed
+        if both > there:
+            text = f"the {engine.kind} servers need {needed:,} GPUs"
+            if both > needed:
+                text = f"the {engine.kind} servers and the ranks need {both:,} GPUs ({needed:,} and {ranks:,})"
+            text += f", and this machine has {there}"
             yield PlanFinding(
                 "PL16",
                 "error",
@@ -283,8 +300,8 @@ def named_machine(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFind
     learner = sum(own_devices(config, gpu).values()) + (0 if config.learner_on_ray else 1)
     started = engine.on_servers and not server.urls
     serving = server.replicas * server.tensor_parallel if started else 0
-    if config.learner_on_ray and not engine.on_servers and not engine.own:
-        serving = 1  # the embedded engine needs a GPU that no rank uses
+    if not engine.on_servers and not engine.own and not colocated(config):
+        serving = 1  # the embedded engine has a GPU to itself
     yield from _shared_gpus(config, plan.machine)
     needed = max(learner, serving) if server.sleep else learner + serving
     if needed > total:
@@ -309,20 +326,24 @@ def _shared_gpus(config: RunConfig, machine: Machine) -> Iterator[PlanFinding]:
         if int(device.partition(":")[2] or 0) >= machine.gpus:
             text = f"{key} is {device}, and a node has {machine.gpus} GPUs"
             yield PlanFinding("PL17", "error", text, f"set {key} to one of cuda:0 to cuda:{machine.gpus - 1}")
-    if (
-        not engine.on_servers
-        or server.urls
-        or server.sleep
-        or server.launch == "ray"
-        or "cpu" in numbered.values()
-    ):
+    ranks = sum(own_devices(config, True).values())
+    if config.ray is None and ranks > machine.gpus:
+        text = f"the ranks need {ranks} GPUs, and without `ray` they are on one node, which has {machine.gpus}"
+        yield PlanFinding("PL17", "error", text, "name the cluster in `ray`, or lower learner.ranks")
+    if not engine.on_servers or server.urls or server.launch == "ray":
         return
     first = int(engine.device.partition(":")[2] or 0)
     served = range(first, first + server.replicas * server.tensor_parallel)
-    if config.learner_on_ray and config.ray is None:
+    if served[-1] >= machine.gpus:
+        text = f"servers start on GPUs {served[0]} to {served[-1]} of the run's node, which has {machine.gpus}"
+        fix = "set engine.server.launch to ray, or lower engine.server.replicas"
+        yield PlanFinding("PL17", "error", text, fix)
+    elif server.sleep:
+        return
+    elif config.learner_on_ray:
         text = f"servers start on GPUs {served[0]} to {served[-1]}, which Ray may also give to the learner's ranks"
         yield PlanFinding("PL17", "error", text, "set engine.server.launch to ray")
-    elif not config.learner_on_ray and (own := int(learner.device.partition(":")[2] or 0)) in served:
+    elif (own := int(learner.device.partition(":")[2] or 0)) in served:
         text = f"the learner and a server are both on cuda:{own}"
         fix = f"set engine.device to cuda:{own + 1}, or engine.server.sleep so that they take turns"
         yield PlanFinding("PL17", "error", text, fix)
@@ -350,6 +371,13 @@ def server_fits(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFindin
         yield PlanFinding("PL19", "error", text, fix)
 
 
+def sinks(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
+    """PL20: an attention that the learner does not compute."""
+    if plan.model.sinks:
+        text = f"the attention of {plan.model.kind} has sinks, which the learner does not compute"
+        yield PlanFinding("PL20", "error", text, "use a model with plain attention, such as Qwen3")
+
+
 def state_layers(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL18: layers that carry a state along the row."""
     if not plan.model.state_layers:
@@ -363,5 +391,5 @@ def state_layers(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFindi
 
 RULES: tuple[Rule, ...] = (
     memory, one_episode, context, turns, division, double_kl, reference, waves, bypass, learning_rate, precision,
-    disk, critic, signal, attention, devices, named_machine, server_fits, state_layers,
+    disk, critic, signal, attention, devices, named_machine, server_fits, state_layers, sinks,
 )  # fmt: skip

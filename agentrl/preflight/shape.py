@@ -43,6 +43,12 @@ class ModelShape:
     """Parameters of the experts that a router chooses from."""
     experts: tuple[int, int] = (1, 1)
     """How many experts a token passes through, and of how many."""
+    latent: int = 0
+    """Numbers of a token that multi-head latent attention keeps in each layer, on servers that know it; else 0."""
+    value_dim: int = 0
+    """Size of a head's values, where it is not `head_dim`."""
+    sinks: bool = False
+    """Whether its attention has sinks, which the learner does not compute."""
     state_layers: tuple[str, ...] = ()
     """The kinds of its layers that carry a state along the row, so that the learner cannot pack rows."""
 
@@ -113,10 +119,15 @@ class ModelShape:
             outer=total - sum(blocks.values()),
             layers=int(text.num_hidden_layers),
             hidden=int(text.hidden_size),
-            intermediate=int(getattr(text, "intermediate_size", 0) or 4 * text.hidden_size),
+            intermediate=_intermediate(text),
             heads=heads,
             kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-            head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+            head_dim=int(
+                getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None) or text.hidden_size // heads
+            ),
+            value_dim=int(getattr(text, "v_head_dim", None) or 0),
+            latent=int(getattr(text, "kv_lora_rank", None) or 0) and text.kv_lora_rank + text.qk_rope_head_dim,
+            sinks=any(name.endswith(".sinks") for name in blocks),
             vocab=int(text.vocab_size),
             max_context=int(getattr(text, "max_position_embeddings", 2**31)),
             linear=linear,
@@ -140,9 +151,10 @@ class ModelShape:
         """Parameters of one block (of the average one)."""
         return (self.parameters - self.outer) // self.layers
 
-    def kv_bytes_per_token(self, bytes_each: int) -> int:
-        """Keys and values of one token over all layers."""
-        return self.layers * 2 * self.kv_heads * self.head_dim * bytes_each
+    def kv_bytes_per_token(self, bytes_each: int, *, latent: bool = False) -> int:
+        """Keys and values of one token over all layers; `latent` if the engine keeps them compressed."""
+        whole = self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
+        return self.layers * (self.latent if latent and self.latent else whole) * bytes_each
 
     def activation_bytes_per_token(self, bytes_each: int) -> int:
         """What the backward pass of one block keeps for one token.
@@ -286,6 +298,17 @@ def _known_decoder(file: Path) -> ModelShape | None:
 def _size(value: object) -> int:
     """A positive whole number; 0 for anything else."""
     return value if type(value) is int and value > 0 else 0
+
+
+def _intermediate(text: Any) -> int:
+    """Width of the feed-forward part that a token passes through: of all its experts together, if it has any."""
+    width = int(getattr(text, "intermediate_size", 0) or 4 * text.hidden_size)
+    chosen, of = _experts(text)
+    if of == 1:
+        return width
+    each = int(getattr(text, "moe_intermediate_size", 0) or width)
+    shared = int(getattr(text, "shared_expert_intermediate_size", 0) or 0)
+    return chosen * each + shared + each * int(getattr(text, "n_shared_experts", 0) or 0)
 
 
 def _experts(text: Any) -> tuple[int, int]:

@@ -14,7 +14,6 @@ from agentrl.config.load import load_config
 from agentrl.errors import ConfigError
 from agentrl.preflight.machines import machine_of
 from agentrl.preflight.plan import make_plan
-from agentrl.preflight.predict import predict
 from agentrl.preflight.shape import ModelShape
 
 ROOT = Path(__file__).parents[2]
@@ -150,10 +149,12 @@ def test_predictions_follow_the_machine(tmp_path: Path):
     assert slow.prediction.update > 4 * quick.prediction.update
     ranks = plan_of(tmp_path, "16xH100-80GB", "learner.ranks=8").prediction
     assert ranks.update == pytest.approx(plan_of(tmp_path, "16xH100-80GB").prediction.update / 2)
-    synchronous = plan_of(tmp_path, "8xH100-80GB", "rollout.max_staleness=0").prediction
+    waits = plan_of(tmp_path, "8xH100-80GB", "rollout.max_staleness=0")
+    synchronous = waits.prediction
     parts = (synchronous.rollout, synchronous.update, synchronous.publish)
     assert synchronous.together == pytest.approx(sum(parts))
-    assert synchronous.knob.startswith("rollout.max_staleness")
+    assert waits.saves_most.values == {"rollout.max_staleness": 1}
+    assert waits.saves_most.seconds == pytest.approx(plan_of(tmp_path, "8xH100-80GB").prediction.together)
     assert synchronous.dollars == pytest.approx(synchronous.together * 8 * 3.0 / 3600)
 
 
@@ -172,7 +173,7 @@ def test_the_arithmetic_by_hand(tmp_path: Path):
     ]
     config = load_config(ROOT / "configs/qwen3-8b-8gpu.yaml", overrides)
     plan = make_plan(config, machine=machine_of("8xH100-80GB"))
-    found = predict(config, plan.model, plan.batch, machine_of("8xH100-80GB"))
+    found = plan.prediction
     per_token = (2 * 8_190_735_360 + 256 * 147_456) / (3.35e12 * 0.6)
     assert found.rollout == pytest.approx(512 * per_token, rel=1e-6)
 
@@ -311,5 +312,6 @@ def test_the_longest_episodes_of_several_envs_count(tmp_path: Path):
     config = load_config(tmp_path / "run.yaml", [])
     plan = make_plan(config, machine=machine_of("8xH100"))
     assert [f for f in plan.findings if f.code == "PL02"]
-    assert plan.kv_bytes == 16 * 32768 * plan.kv_bytes_per_token
+    roomy = make_plan(config, memory_bytes=1 << 40, gpu=True)
+    assert roomy.kv_bytes == 16 * 32768 * roomy.kv_bytes_per_token
     assert plan.prediction.rollout > 60
