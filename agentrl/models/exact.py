@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from agentrl.errors import ConfigError
+
 PLAIN = ("llama", "mistral", "qwen2", "qwen3")
 """Families without such tensors; of others, the class of the model is asked."""
 
@@ -17,7 +19,7 @@ def exact_tensors(directory: Path) -> frozenset[str]:
     other experts are chosen.
 
     Args:
-        directory: of the model, with its config.json.
+        directory: of the model, with its config.json. Of a model that transformers does not know, there are none.
     """
     if json.loads((directory / "config.json").read_bytes()).get("model_type") in PLAIN:
         return frozenset()
@@ -27,8 +29,12 @@ def exact_tensors(directory: Path) -> frozenset[str]:
     from agentrl.models.model_config import read_config
 
     auto: Any = AutoModelForCausalLM
+    try:
+        config = read_config(directory, str(directory))
+    except ConfigError:  # a server may know it
+        return frozenset()
     with torch.device("meta"):  # names without storage
-        model = auto.from_config(read_config(directory, str(directory)))
+        model = auto.from_config(config)
     listed = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     buffers = {name for name, _ in model.named_buffers()}
     return frozenset(

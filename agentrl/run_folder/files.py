@@ -95,7 +95,12 @@ def fsync_dir(path: Path) -> None:
 
 
 def file_error(error: Exception, path: Path | None = None) -> Exception:
-    """The file-system error that safetensors reports as text, as an OSError; any other error unchanged."""
+    """The file-system error that safetensors reports as text, as an OSError; any other error itself.
+
+    An OSError without a file name, which is what a full disk gives, gets that of `path`.
+    """
+    if isinstance(error, OSError) and error.filename is None and path is not None:
+        error.filename = str(path)
     match = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__name__ == "SafetensorError" else None
     if match is None:
         return error

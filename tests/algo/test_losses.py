@@ -228,6 +228,19 @@ def test_kl_cov_takes_the_largest():
     assert covariance[chosen].min() > covariance[~chosen].max()
 
 
+def test_kl_cov_does_not_follow_rounding():
+    """Before the first change, log-ratios are rounding of either sign: the gradient is that of -A r alone."""
+    old_T = torch.full((4,), -1.5)
+    noise_T = torch.tensor([1e-6, -1e-6, 3e-5, 0.2])
+    new_T = (old_T + noise_T).requires_grad_()
+    ones_T, chosen_T = torch.ones(4), torch.ones(4, dtype=torch.bool)
+    args = (torch.zeros(4), ones_T, torch.arange(4), chosen_T, KLCov(kl_coef=2.0))
+    loss, _ = POLICY_LOSSES["kl_cov"].fn(new_T, old_T, *args, selected_T=chosen_T)
+    loss.backward()
+    assert new_T.grad is not None
+    assert new_T.grad.tolist() == [0.0, 0.0, 0.0, 2.0]
+
+
 def test_of_equal_covariances_the_keys_decide():
     keys = torch.arange(64)
     flat = torch.ones(64)

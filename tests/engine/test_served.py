@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from agentrl.engine.base import GenerateOptions, TokenLogprob
 from agentrl.engine.servers.client import Listener
@@ -26,6 +27,7 @@ from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.streams import SGLangStream
 from agentrl.engine.servers.weight_sync import AdapterSync, DiskSync, TensorSync, WeightSync, buckets, distinct
 from agentrl.errors import EngineError
+from agentrl.models.exact import exact_tensors
 from agentrl.testing.sglang_server import LoopbackServer
 from agentrl.types import Sampling
 
@@ -62,6 +64,7 @@ async def engine_over(
     sync: WeightSync | None = None,
     said: list[str] | None = None,
     adapters: bool = False,
+    dtype: torch.dtype = torch.float32,
     **limits: Any,
 ) -> AsyncIterator[ServedEngine]:
     """An engine over started servers; warnings of losses go to `said`."""
@@ -74,6 +77,7 @@ async def engine_over(
         [GivenHost(s.url, connect, start_timeout_s=20.0) for s in servers],
         sync or TensorSync(bucket_bytes=1 << 20),
         model=model,
+        dtype=dtype,
         given=not adapters,
         limits=ServedLimits(**{"health_every_s": 0.1, "health_timeout_s": 2.0, **limits}),
         tell=said.append,
@@ -323,6 +327,40 @@ async def test_tensors_travel_in_buckets_and_arrive_as_they_are(model: Path) -> 
             found |= dict(pickle.load(io.BytesIO(base64.b64decode(body["serialized_named_tensors"][0]))))
         assert found.keys() == sent.keys(), "a tied parameter travels once"
         assert all(torch.equal(found[name], sent[name]) for name in sent)
+
+
+def deepseek(folder: Path) -> DeepseekV3ForCausalLM:
+    """A tiny model whose router has biases that are no parameters, saved in a folder."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    sizes |= {"v_head_dim": 8, "kv_lora_rank": 16, "q_lora_rank": None, "first_k_dense_replace": 0}
+    routing = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(vocab_size=VOCABULARY, **sizes, **routing))
+    for name, buffer in model.named_buffers():
+        if "e_score" in name:
+            buffer.copy_(5 + 0.02 * torch.randn(buffer.shape))
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return model
+
+
+async def test_the_biases_of_a_router_travel_exactly(tmp_path: Path) -> None:
+    policy = deepseek(tmp_path / "model")
+    sent = dict(policy.state_dict())
+    biases = {name for name in sent if "e_score" in name}
+    assert exact_tensors(tmp_path / "model") == biases
+    assert len(biases) == 2
+    way = DiskSync(tmp_path / "model", tmp_path / "out")
+    async with (
+        servers(1) as (server,),
+        engine_over(tmp_path / "model", server, sync=way, dtype=torch.bfloat16) as engine,
+    ):
+        for version in (0, 1):  # of the folder, and of an update
+            if version:
+                await engine.update_weights(sent, version=version)
+            found = load_file(Path(server.weights[-1][1]["model_path"]) / "model.safetensors")
+            assert all(torch.equal(found[name], sent[name]) for name in biases)
+            assert {t.dtype for name, t in found.items() if name not in biases} == {torch.bfloat16}
 
 
 async def test_weights_travel_through_a_folder(model: Path, tmp_path: Path) -> None:

@@ -128,6 +128,37 @@ class Server:
         load(self.model, changes.items())
 
 
+class Numbers(nn.Module):
+    """A model with a weight of one number, loaded as SGLang and vLLM load by default: such a one is filled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(300, 4, dtype=torch.bfloat16))
+        self.scale = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in named:
+            held = getattr(self, name).data
+            held.fill_(tensor.item()) if held.numel() == 1 else held.copy_(tensor)
+
+
+def test_a_weight_of_one_number_is_changed_exactly():
+    model = Numbers()
+    old = {"w": torch.randn(300, 4).bfloat16(), "scale": torch.tensor([0.5]).bfloat16()}
+    model.load_weights(old.items())
+    for scale in (0.5, 0.25, -0.0):  # the first one is no change
+        new = changed(old, 0.02, int(scale * 100)) | {"scale": torch.tensor([scale]).bfloat16()}
+        load(model, [encode(name, old[name], new[name]) for name in new])
+        load(model, [statement(encode(name, new[name], new[name])[0]) for name in new])
+        assert all(fingerprint(getattr(model, name).data) == fingerprint(new[name]) for name in new)
+        old = new
+    head, packed = encode("scale", old["scale"], old["scale"] + 1)
+    model.scale.data.fill_(7.0)
+    wrong = json.loads(head) | {"hash": fingerprint(old["scale"])}
+    with pytest.raises(RuntimeError, match="scale: after the changes, the weight differs"):
+        load(model, [(json.dumps(wrong), packed)])
+
+
 async def test_who_holds_the_last_weights_gets_changes_and_the_others_everything():
     old = weights_of()
     first, second = Server(old), Server(old)

@@ -454,5 +454,8 @@ def test_safetensors_says_the_error_of_the_file_system_as_text(tmp_path: Path):
     found = file_error(SafetensorError(text), tmp_path)
     assert isinstance(found, OSError)
     assert (found.errno, found.filename) == (errno.ENOSPC, str(tmp_path))
-    other = SafetensorError("invalid header")
-    assert file_error(other, tmp_path) is other
+    for other in (SafetensorError("invalid header"), OSError(errno.ENOSPC, "full", "a")):
+        assert file_error(other, tmp_path) is other
+    nameless = file_error(OSError(errno.ENOSPC, "full"), tmp_path)
+    assert isinstance(nameless, OSError)
+    assert nameless.filename == str(tmp_path)

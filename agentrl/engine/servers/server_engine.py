@@ -86,7 +86,7 @@ class ServedEngine(Engine):
         limits = limits or ServedLimits()
         self.max_context = 0
         self._model, self._dtype, self._sync, self._on_close = model, dtype, sync, on_close
-        self._exact: frozenset[str] = frozenset()
+        self._names: frozenset[str] | None = None
         self._vocabulary = vocabulary_of(model)
         self._given, self._local, self._tell = given, local, tell
         self._version = self._newest = 0
@@ -111,10 +111,9 @@ class ServedEngine(Engine):
         Raises:
             EngineError: one could not be started.
         """
-        if self._dtype != torch.float32:
-            self._exact = await asyncio.to_thread(exact_tensors, self._model)
         if self._given:  # it may have served other weights before
-            self._weights = await asyncio.to_thread(load_folder, self._model, self._dtype, self._exact)
+            exact = await self._exact()
+            self._weights = await asyncio.to_thread(load_folder, self._model, self._dtype, exact)
         try:
             await self._pool.start()
             described = [await r.server.describe() for r in self._pool.ready if r.server is not None]
@@ -258,11 +257,12 @@ class ServedEngine(Engine):
             EngineError: the servers reject them, or no server is left.
         """
         async with self._lock:
-            snapshot = await asyncio.to_thread(copy_weights, weights, self._dtype, self._exact)
+            exact = await self._exact()
+            snapshot = await asyncio.to_thread(copy_weights, weights, self._dtype, exact)
             sent = snapshot
             if self._local and any(tensor.is_cuda for tensor in weights.values()):
                 sent = {
-                    name: tensor.detach().to(_sent_as(name, tensor, self._dtype, self._exact))
+                    name: tensor.detach().to(_sent_as(name, tensor, self._dtype, exact))
                     for name, tensor in distinct(weights).items()
                 }
             self._newest = max(self._newest, version)
@@ -391,6 +391,13 @@ class ServedEngine(Engine):
                 for error in failures.values():
                     raise error
             usable()
+
+    async def _exact(self) -> frozenset[str]:
+        """Names of the tensors that are sent in their own precision."""
+        if self._names is None:
+            low = self._dtype != torch.float32
+            self._names = await asyncio.to_thread(exact_tensors, self._model) if low else frozenset()
+        return self._names
 
     async def _push(self, weights: Mapping[str, Tensor], version: int) -> None:
         await self._each_asleep(lambda server: server.wake("weights"))
