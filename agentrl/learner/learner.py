@@ -31,6 +31,7 @@ from agentrl.learner.split import (
     split_rows,
     split_step,
 )
+from agentrl.models.device import release_gpu_memory
 from agentrl.types import Sample
 
 if TYPE_CHECKING:
@@ -196,6 +197,19 @@ class Learner:
         """Write the policy as a Hugging Face model, and nothing else."""
         folder = directory.absolute()
         self._each_policy(lambda rank, _: rank.export(folder), "exporting the policy")
+
+    @in_thread
+    def release(self) -> None:
+        """Have all ranks return the GPU memory that they keep for later tensors, to the servers that share it."""
+        held: list[Ranks[Any]] = [
+            ranks for ranks in (self._policy, self._reference, self._critic) if ranks is not None
+        ]
+        waits = [
+            ranks.start(lambda rank, _: release_gpu_memory(), [None] * ranks.size, doing="releasing memory")
+            for ranks in held
+        ]
+        for wait in waits:
+            wait()
 
     async def close(self) -> None:
         """End the ranks once the current call is done; idempotent."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 from agentrl.errors import ConfigError
@@ -14,3 +16,9 @@ def pick_device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r}: PyTorch sees no CUDA device here; use `cpu` or `auto`")
     return torch.device(name)
+
+
+def release_gpu_memory() -> None:
+    """Return the GPU memory that PyTorch keeps for later tensors; other processes can use it then."""
+    gc.collect()  # tensors in reference cycles hold theirs
+    torch.cuda.empty_cache()  # nothing happens where CUDA is not in use

@@ -60,7 +60,7 @@ from agentrl.trainer.room import too_long
 from agentrl.trainer.samples import penalised
 from agentrl.trainer.save import Checkpoints, resume
 from agentrl.trainer.signals import StoppedEarly, StopRequest, stop_requested, unless_stopped
-from agentrl.trainer.start import make_learner, make_start, sent_weights
+from agentrl.trainer.start import make_learner, make_room, make_start, sent_weights
 from agentrl.trainer.step_log import StepLog
 from agentrl.trainer.summary import summarize
 from agentrl.trainer.training_run import Run
@@ -255,6 +255,7 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     algorithm = algorithm_of(config, reference_apart=learner.reference_apart, record=keeps)
     if checkpoint:
         await resume(learner, algorithm, checkpoint.path)
+    await make_room(config, learner)
     reward_model = await make_reward_model(config.reward_model, start, config.ray)
     if reward_model is not None:
         stack.push_async_callback(reward_model.close)

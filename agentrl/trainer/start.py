@@ -107,6 +107,7 @@ async def _cold_start(
             reporter.note(f"envs.{name}: {said}" if name else said)
     micro_batches(samples, config.learner.micro_batch_tokens)  # one that is too long is refused here
     learner = await make_learner(config, source, None)
+    await make_room(config, learner)
     reporter.within(starting_engine(config))
     engine = await unless_stopped(stopping, make_engine(config, source, trains=True))
 
@@ -179,8 +180,17 @@ async def make_learner(config: RunConfig, policy: Path, reference: Path | None) 
 
 
 async def sent_weights(config: RunConfig, learner: Learner) -> dict[str, Tensor]:
-    """What engines receive: the policy, or only its adapter with `engine.sync: lora`."""
-    return await (learner.adapter() if config.engine.sync == "lora" else learner.weights())
+    """What engines receive: the policy, or only its adapter with `engine.sync: lora`. Servers that sleep have room
+    to wake up afterwards."""
+    found = await (learner.adapter() if config.engine.sync == "lora" else learner.weights())
+    await make_room(config, learner)
+    return found
+
+
+async def make_room(config: RunConfig, learner: Learner) -> None:
+    """Where servers take turns with the learner on its GPUs: leave them the memory that it does not need now."""
+    if config.engine.server.sleep:
+        await learner.release()
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

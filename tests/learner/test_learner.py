@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
 import shutil
+import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +17,17 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from agentrl.config.algorithm import CriticConfig
 from agentrl.config.run import AlgorithmConfig, LearnerConfig, OptimConfig
 from agentrl.engine.local.flat_model import load_model
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError
+from agentrl.learner.critic import Critic
+from agentrl.learner.learner import Learner
 from agentrl.learner.policy_model import load_policy
+from agentrl.learner.policy_rank import LocalPolicyRank
+from agentrl.learner.rank import InProcess, LearnerSpec
+from agentrl.learner.reference import Reference
+from agentrl.learner.shard import World
 from agentrl.types import Sample
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import (
@@ -373,3 +383,31 @@ class TestLoading:
         shutil.copyfile(small, folder / "model.safetensors")
         with pytest.raises(ConfigError, match="holds no weights for 'model"):
             load_model(folder, dtype="float32", device="cpu")
+
+
+def test_all_ranks_return_the_gpu_memory_that_they_keep(policy_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    freed: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(threading.current_thread().name))
+    spec = LearnerSpec(
+        policy_dir,
+        algorithm=AlgorithmConfig(),
+        optim=OptimConfig(),
+        config=LearnerConfig(device="cpu"),
+        temperature=1.0,
+        total_steps=1,
+        reference_dir=policy_dir,
+        critic=CriticConfig(),
+        critic_dir=policy_dir,
+    )
+    policy = LocalPolicyRank(replace(spec, reference_dir=None, critic_dir=None))
+    reference, critic = Reference(spec, World()), Critic(spec, World())
+    learner = Learner(
+        spec,
+        InProcess(policy, policy),
+        reference=InProcess(reference, reference),
+        critic=InProcess(critic, critic),
+    )
+    asyncio.run(learner.release())
+    asyncio.run(learner.close())
+    assert len(freed) == 3
+    assert {name.partition("_")[0] for name in freed} == {"agentrl-learner"}

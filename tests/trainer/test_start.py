@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import pytest
 from transformers import AutoConfig
@@ -12,12 +12,13 @@ from transformers import AutoConfig
 from agentrl.config.run import LearnerConfig, ModelConfig, RunConfig
 from agentrl.env import ToolEnv, reward
 from agentrl.errors import ConfigError
+from agentrl.learner.learner import Learner
 from agentrl.reporting.report import Silent
 from agentrl.rollout.content import load_content
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer.room import too_long
 from agentrl.trainer.run import train_run
-from agentrl.trainer.start import make_start
+from agentrl.trainer.start import make_start, sent_weights
 from agentrl.types import Message, Task
 
 
@@ -136,3 +137,28 @@ def test_rows_that_ranks_cannot_split_are_refused_before_tasks_are_read(
     )
     with pytest.raises(ConfigError, match=said), RunStore.open(given, tmp_path / "run") as store:
         train_run(given, store, Silent())
+
+
+class Called:
+    """A learner that notes what it is asked to do."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def weights(self) -> dict[str, object]:
+        self.calls.append("weights")
+        return {}
+
+    async def release(self) -> None:
+        self.calls.append("release")
+
+
+@pytest.mark.parametrize("sleep", [True, False])
+async def test_the_learner_makes_room_for_servers_on_its_gpus_before_they_wake(sleep: bool):
+    config = RunConfig.model_validate(
+        {"env": f"{__name__}:Long", "model": {"path": "m"}, "rollout": {"max_staleness": 0}}
+        | {"engine": {"kind": "vllm", "server": {"sleep": sleep}}}
+    )
+    learner = Called()
+    await sent_weights(config, cast(Learner, learner))
+    assert learner.calls == ["weights", *(["release"] if sleep else [])]
