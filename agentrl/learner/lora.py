@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from agentrl.config.run import LoRAConfig, RunConfig
 from agentrl.errors import ConfigError
-from agentrl.learner.shard import World, collected, whole
+from agentrl.learner.shard import World, whole
 from agentrl.models.model_config import read_config
 from agentrl.models.tiny import tiny_config
 from agentrl.suggest import did_you_mean
@@ -126,7 +126,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def merged_weights(model: nn.Module, world: World) -> dict[str, Tensor]:
     """All parameters by the names that they have without adapters, with what the adapters add; on rank 0 only.
 
-    Every rank must ask at the same time. Gathered ones are kept in host memory.
+    Every rank must ask at the same time. They are kept in host memory if the model is sharded: its GPU has no room
+    for a second one.
     """
     adapted = {name: module for name, module in model.named_modules() if _is_adapted(module)}
     saved = model.state_dict().keys()
@@ -142,7 +143,7 @@ def merged_weights(model: nn.Module, world: World) -> dict[str, Tensor]:
                 delta = owner.scaling[_NAME] * (b_OR @ a_RI)
                 value = value + (delta.T if owner.fan_in_fan_out else delta)
         if world.rank == 0:
-            found[name.replace(".base_layer.", ".")] = collected(value, world)
+            found[name.replace(".base_layer.", ".")] = value if world.mesh is None else value.to("cpu")
     return found
 
 

@@ -256,7 +256,7 @@ class LocalPolicyRank:
         return norm
 
     def weights(self) -> dict[str, Tensor]:
-        """Parameters by their Hugging Face names, views if nothing is sharded; {} but on rank 0."""
+        """Parameters by their Hugging Face names, views if there is one rank; {} but on rank 0."""
         if self.world.mesh is None and self.config.lora is None:
             return {name: value.detach() for name, value in self.policy.state_dict().items()}
         return self._whole()

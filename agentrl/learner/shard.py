@@ -158,7 +158,7 @@ def all_finite(parameters: Iterable[Tensor]) -> bool:
 
 def collected(tensor: Tensor, world: World) -> Tensor:
     """A full tensor where many of them can be kept: in host memory, if shards were gathered for it."""
-    return tensor if world.mesh is None else tensor.to("cpu")
+    return tensor if world.size == 1 else tensor.to("cpu")
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:

@@ -73,16 +73,16 @@ def copy_state(
     """
     state, offsets = _optimizer_state(model, optimizer)
     state |= {f"rng/{name}": value for name, value in _generators().items()}
-    copied = world.mesh is not None and next(model.parameters()).is_cuda  # by `collected`
-    return TrainingState(
-        world, note, model, {k: v if copied else _copy(v) for k, v in weights.items()}, state, offsets
-    )
+    on_gpu = next(model.parameters()).is_cuda  # what is in host memory then is a copy
+    copies = {k: v if on_gpu and not v.is_cuda else _copy(v) for k, v in weights.items()}
+    return TrainingState(world, note, model, copies, state, offsets)
 
 
 def whole_weights(model: nn.Module, world: World) -> dict[str, Tensor]:
     """All parameters and saved buffers, each once, without shards; on rank 0 only, though every rank must ask.
 
-    They are gathered one after another, into host memory: a GPU that holds a shard has no room for all of them.
+    Those of a single rank are the parameters themselves, which the next update changes. Shards are gathered one
+    after another, into host memory: a GPU that holds a shard has no room for all of them.
     """
     found = {}
     saved = model.state_dict().keys()

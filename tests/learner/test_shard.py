@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import ConfigError
 from agentrl.learner import rank_pool
-from agentrl.learner.shard import World
+from agentrl.learner.shard import World, collected
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import make_batch
 
@@ -95,6 +98,24 @@ def test_bfloat16_is_near_and_keeps_float32(plain: Any, policy_dir: Path, tmp_pa
         assert low["entropy"] == pytest.approx(full["entropy"], rel=1e-2)
         assert low["grad_norm"] == pytest.approx(full["grad_norm"], rel=0.1)
     assert metrics[0] != plain[1][0], "it was computed in another precision"
+
+
+def test_the_weights_of_a_single_rank_are_handed_out_without_a_copy(policy_dir: Path, tmp_path: Path):
+    with learner(policy_dir, policy_dir, precision="bfloat16") as made:
+        made.step(make_batch(0))
+        own = {name: cast(DTensor, value.detach()).to_local() for name, value in made.policy.named_parameters()}
+        found = made.weights()
+        assert {name: found[name].data_ptr() for name in own} == {n: v.data_ptr() for n, v in own.items()}
+        assert not any(value.requires_grad for value in found.values())
+        elsewhere = torch.empty(2, device="meta")
+        assert collected(elsewhere, made.world) is elsewhere, "they stay on their device"
+        before = {name: value.clone() for name, value in found.items()}
+        write = asyncio.run(made.learner.snapshot({}))
+        made.step(make_batch(1))
+        write(tmp_path)
+        assert gap(found, before) > 0, "an update changes them"
+    saved = load_file(tmp_path / "model.safetensors")
+    assert gap(saved, before) == 0, "a checkpoint has a copy"
 
 
 def test_a_model_that_cannot_be_loaded_leaves_the_process_free_for_another(policy_dir: Path, tmp_path: Path):
