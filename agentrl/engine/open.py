@@ -19,6 +19,7 @@ async def open_engine(
     processes: int = 0,
     ray: str | None = None,
     routes: bool = False,
+    gpu: str = "cuda",
 ) -> Engine:
     """Create an engine for the model directory; with servers, return when all of them respond.
 
@@ -29,6 +30,7 @@ async def open_engine(
         tokens; 0 runs it in a thread.
         ray: address of the cluster for servers with `launch: ray`; without it, one is started on this machine.
         routes: have completions report the experts that the model's routers chose, if it is the local engine.
+        gpu: of this process; what weights are broadcast to servers from.
 
     Raises:
         ConfigError: the model, the device, the server's installation or the user's own engine cannot be used.
@@ -37,7 +39,7 @@ async def open_engine(
     if config.on_servers:
         from agentrl.engine.servers.opening import open_served
 
-        return await open_served(config, model.absolute(), lora, ray)
+        return await open_served(config, model.absolute(), lora, ray, gpu)
     if config.own:
         from agentrl.engine.own import open_own
 

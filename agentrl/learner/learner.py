@@ -70,6 +70,7 @@ class Learner:
         *,
         reference: Ranks[Annotator] | None = None,
         critic: Ranks[CriticRank] | None = None,
+        begin: Callable[[], None] | None = None,
         disconnect: Callable[[], None] | None = None,
     ) -> None:
         """Train with these ranks, which the learner owns from now on.
@@ -77,6 +78,7 @@ class Learner:
         Args:
             reference: ranks of the reference, if it does not share the policy's.
             critic: ranks of the critic, if it does not share the policy's.
+            begin: called first in the learner's thread.
             disconnect: called after the ranks have stopped.
         """
         passes = Passes(spec.algorithm.updates_per_step, spec.algorithm.epochs, spec.seed)
@@ -86,7 +88,7 @@ class Learner:
         self._policy, self._reference, self._critic = policy, reference, critic
         self._shares_critic = spec.critic_dir is not None and spec.critic is not None and critic is None
         self._disconnect = disconnect
-        self._thread, self._closed = ThreadPoolExecutor(1, THREAD), False
+        self._thread, self._closed = ThreadPoolExecutor(1, THREAD, begin), False
         self.reference_apart = reference is not None
 
     @in_thread

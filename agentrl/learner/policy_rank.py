@@ -41,7 +41,7 @@ from agentrl.learner.sequence_check import check_sequence
 from agentrl.learner.shard import World, all_finite, check_offload, whole
 from agentrl.learner.split import Columns, MicroBatches, RankResult, Rows, TokenValues
 from agentrl.learner.state import TrainingState, copy_state, restore_optimizer, whole_weights
-from agentrl.models.device import pick_device
+from agentrl.models.device import pick_device, use_device
 from agentrl.models.routers import RouteReplay
 
 
@@ -56,6 +56,7 @@ class LocalPolicyRank:
         self.optim_config, self.temperature, self.total_steps = spec.optim, spec.temperature, spec.total_steps
         self.policy_loss = make_policy_loss(spec.algorithm)
         self.device = pick_device(spec.config.device)
+        use_device(self.device)
         self.world = world or _own_world(spec.config, self.device)
         try:
             self._make(spec)
@@ -353,7 +354,7 @@ class LocalPolicyRank:
 def local_learner(spec: LearnerSpec) -> Learner:
     """A learner of one rank in this process, which also holds reference and critic."""
     rank = LocalPolicyRank(spec)
-    return Learner(spec, InProcess(rank, rank))
+    return Learner(spec, InProcess(rank, rank), begin=partial(use_device, rank.device))
 
 
 def _own_world(config: LearnerConfig, device: torch.device) -> World:

@@ -18,6 +18,12 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def use_device(device: torch.device) -> None:
+    """Have CUDA work on this device in this thread where no device is named, as in a `DeviceMesh`."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
 def release_gpu_memory() -> None:
     """Return the GPU memory that PyTorch keeps for later tensors; other processes can use it then."""
     gc.collect()  # tensors in reference cycles hold theirs

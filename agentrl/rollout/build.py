@@ -41,7 +41,10 @@ async def make_engine(config: RunConfig, directory: Path, *, trains: bool = Fals
     processes = _engine_processes(config)
     lora = config.learner.lora if trains else None
     routes = trains and config.learner.replay_routes
-    engine = await open_engine(config.engine, directory, lora, processes=processes, ray=config.ray, routes=routes)
+    gpu = config.learner.device if config.learner.device.startswith("cuda") else "cuda"
+    engine = await open_engine(
+        config.engine, directory, lora, processes=processes, ray=config.ray, routes=routes, gpu=gpu
+    )
     if routes and not engine.capabilities.routes:
         await engine.close()
         raise ConfigError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from agentrl.config.engine import EngineConfig
 from agentrl.engine.base import GenerateOptions, TokenLogprob
@@ -185,6 +186,23 @@ async def test_a_broadcast_to_a_name_that_is_unknown_fails_for_that_server() -> 
     await server.close()
     assert isinstance(failures[server], ServerLost)
     assert "no-such-host" in str(failures[server])
+
+
+async def test_a_broadcast_is_sent_from_the_gpu_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Weight:
+        def to(self, device: str) -> Weight:
+            sent.append(device)
+            return self
+
+        def contiguous(self) -> Weight:
+            return self
+
+    sent: list[str] = []
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda tensor, src, group: None)
+    given: dict[str, Any] = {"w": Weight()}
+    for backend, gpu in (("nccl", "cuda:1"), ("nccl", "cuda"), ("gloo", "cuda:1")):
+        await BroadcastSync(backend=backend, bucket_bytes=1, gpu=gpu)._sender(given)
+    assert sent == ["cuda:1", "cuda", "cpu"]
 
 
 @pytest.mark.parametrize(("url", "own"), [("http://127.0.0.1:1", "127.0.0.1"), ("http://[::1]:1", "[::1]")])

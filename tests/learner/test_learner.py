@@ -21,6 +21,7 @@ from agentrl.config.algorithm import CriticConfig
 from agentrl.config.run import AlgorithmConfig, LearnerConfig, OptimConfig
 from agentrl.engine.local.flat_model import load_model
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError
+from agentrl.learner import policy_rank
 from agentrl.learner.critic import Critic
 from agentrl.learner.learner import Learner
 from agentrl.learner.policy_model import load_policy
@@ -28,6 +29,7 @@ from agentrl.learner.policy_rank import LocalPolicyRank
 from agentrl.learner.rank import InProcess, LearnerSpec
 from agentrl.learner.reference import Reference
 from agentrl.learner.shard import World
+from agentrl.models.device import use_device
 from agentrl.types import Sample
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import (
@@ -411,3 +413,26 @@ def test_all_ranks_return_the_gpu_memory_that_they_keep(policy_dir: Path, monkey
     asyncio.run(learner.close())
     assert len(freed) == 3
     assert {name.partition("_")[0] for name in freed} == {"agentrl-learner"}
+
+
+def test_the_learners_device_is_that_of_every_thread_that_computes(
+    policy_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    used: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        policy_rank, "use_device", lambda device: used.append((threading.current_thread().name, device.type))
+    )
+    learner = policy_rank.local_learner(
+        LearnerSpec(policy_dir, AlgorithmConfig(), OptimConfig(), LearnerConfig(device="cpu"), 1.0, 1)
+    )
+    asyncio.run(learner.probe([make_sample([1, 2, 3], [1, 2])]))
+    asyncio.run(learner.close())
+    assert used == [(threading.current_thread().name, "cpu"), ("agentrl-learner_0", "cpu")]
+
+
+def test_a_numbered_device_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch):
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for name in ("cpu", "cuda", "cuda:1"):
+        use_device(torch.device(name))
+    assert chosen == [torch.device("cuda:1")]

@@ -25,7 +25,9 @@ from agentrl.models.folder import check_model_folder
 from agentrl.scratch import ScratchFolder
 
 
-async def open_served(config: EngineConfig, model: Path, lora: LoRAConfig | None, ray: str | None) -> ServedEngine:
+async def open_served(
+    config: EngineConfig, model: Path, lora: LoRAConfig | None, ray: str | None, gpu: str = "cuda"
+) -> ServedEngine:
     """Start the servers, or connect to existing ones; see `agentrl.engine.open.open_engine`."""
     if config.sync != "lora":
         lora = None
@@ -46,7 +48,7 @@ async def open_served(config: EngineConfig, model: Path, lora: LoRAConfig | None
     try:
         engine = ServedEngine(
             _hosts(config, model, scratch.path, cluster, lora),
-            _sync(config, model, scratch.path, lora),
+            _sync(config, model, scratch.path, lora, gpu),
             model=model,
             dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[config.resolved_dtype],
             given=bool(server.urls) and lora is None,
@@ -92,7 +94,7 @@ def _connect(kind: ServerKind, config: EngineConfig, url: str) -> InferenceServe
     return kind.connect(url, config)
 
 
-def _sync(config: EngineConfig, model: Path, folder: Path, lora: LoRAConfig | None) -> WeightSync:
+def _sync(config: EngineConfig, model: Path, folder: Path, lora: LoRAConfig | None, gpu: str) -> WeightSync:
     server = config.server
     shared = Path(server.sync_folder) if server.sync_folder else folder
     if lora is not None:
@@ -113,6 +115,7 @@ def _sync(config: EngineConfig, model: Path, folder: Path, lora: LoRAConfig | No
         bucket_bytes=server.bucket_mb << 20,
         ranks_per_server=server.tensor_parallel,
         timeout_s=server.request_timeout_s,
+        gpu=gpu,
     )
 
 

@@ -187,6 +187,7 @@ class BroadcastSync:
         ranks_per_server: int = 1,
         timeout_s: float = 300.0,
         host: str | None = None,
+        gpu: str = "cuda",
     ) -> None:
         """Form the group at the first push, and again whenever the servers change.
 
@@ -196,9 +197,11 @@ class BroadcastSync:
             ranks_per_server: tensor-parallel size of a server.
             timeout_s: time limit for joining, or for one broadcast.
             host: address of this machine as seen by the servers; detected by default.
+            gpu: the one that nccl sends from.
         """
         self._backend, self._bucket_bytes = backend, bucket_bytes
         self._ranks, self._timeout_s, self._host = ranks_per_server, timeout_s, host
+        self._device = gpu if backend == "nccl" else "cpu"
         self._group: Any = None
         self._name = ""
         self._members: tuple[InferenceServer, ...] = ()
@@ -237,7 +240,7 @@ class BroadcastSync:
         return receive
 
     async def _sender(self, weights: Mapping[str, Tensor]) -> None:
-        group, device = self._group, "cuda" if self._backend == "nccl" else "cpu"
+        group, device = self._group, self._device
 
         def broadcast() -> None:
             for tensor in weights.values():
