@@ -317,9 +317,38 @@ def test_auto_takes_the_best_that_is_there(monkeypatch: pytest.MonkeyPatch):
     there.add("triton")
     assert (chosen(), chosen(**low), chosen(device="cpu"), chosen(head=8)) == ("flex", "flex", "sdpa", "sdpa")
     there.add("flash_attn")
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
     assert (chosen(**low), chosen(), chosen(device="cpu", **low)) == ("flash", "flex", "sdpa")
     assert (chosen(head=320, **low), chosen(head=100, **low)) == ("flex", "flex"), "heads that flash-attn lacks"
     assert [chosen(kind, **low) for kind in ("sdpa", "flex", "flash")] == ["sdpa", "flex", "flash"]
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"flash_attn/cute/__init__.py": ""}, "has no attribute 'flash_attn_varlen_func'"),
+        (
+            {"flash_attn/__init__.py": "raise ImportError('undefined symbol: _ZN3c10')"},
+            "undefined symbol: _ZN3c10",
+        ),
+    ],
+    ids=["version 4", "built for another torch"],
+)
+def test_a_flash_attn_that_cannot_be_used_is_passed_over(
+    files: dict[str, str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    try:
+        assert chosen(precision="bfloat16") in ("flex", "sdpa")
+        with pytest.raises(ConfigError, match="flash needs flash-attn, and what is installed cannot") as caught:
+            chosen("flash", precision="bfloat16")
+    finally:
+        sys.modules.pop("flash_attn", None)
+    assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Literal
 
@@ -25,7 +26,7 @@ def choose_attention(config: LearnerConfig, device_type: str, head_dims: set[int
     if config.attention == "auto":
         if not gpu:
             return "sdpa"
-        if low and find_spec("flash_attn") and _fits_flash(head_dims):
+        if low and _fits_flash(head_dims) and _no_flash() is None:
             return "flash"
         return "flex" if find_spec("triton") and min(head_dims) >= 16 else "sdpa"
     asked = f"learner.attention {config.attention}"
@@ -39,10 +40,8 @@ def choose_attention(config: LearnerConfig, device_type: str, head_dims: set[int
             f"{asked} needs a GPU, and the learner computes on the {device_type.upper()}: {why}; {_LEAVE}"
         )
     if config.attention == "flash":
-        if not find_spec("flash_attn"):
-            raise ConfigError(
-                f"{asked} needs flash-attn: pip install flash-attn --no-build-isolation, or {_LEAVE}"
-            )
+        if (why_not := _no_flash()) is not None:
+            raise ConfigError(f"{asked} needs flash-attn{why_not}, or {_LEAVE}")
         if not low:
             raise ConfigError(f"{asked} computes in bfloat16 only: set learner.precision to bfloat16, or {_LEAVE}")
         if not _fits_flash(head_dims):
@@ -51,6 +50,19 @@ def choose_attention(config: LearnerConfig, device_type: str, head_dims: set[int
 
 
 _LEAVE = "leave learner.attention at auto"
+
+
+def _no_flash() -> str | None:
+    """Why flash-attn's function cannot be used here, and what to do; None if it can. Imports it if it is there."""
+    install = "pip install flash-attn --no-build-isolation"
+    if not find_spec("flash_attn"):
+        return f": {install}"
+    try:
+        _ = import_module("flash_attn").flash_attn_varlen_func
+    except Exception as e:  # whatever a package built for another torch raises
+        reason = " ".join(str(e).split())[:200]
+        return f", and what is installed cannot be used ({type(e).__name__}: {reason}): {install}"
+    return None
 
 
 def _fits_flash(sizes: set[int]) -> bool:
