@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -29,11 +31,12 @@ from agentrl.errors import ConfigError
 from agentrl.learner.attention import flex
 from agentrl.learner.attention.flex import BLOCK, block_mask
 from agentrl.learner.attention.kind import choose_attention
-from agentrl.learner.attention.packed import NAMES
+from agentrl.learner.attention.packed import NAMES, Spans
 from agentrl.learner.critic import load_critic
 from agentrl.learner.logprobs import token_stats
 from agentrl.learner.pack import pack
 from agentrl.learner.policy_model import checkpoint_activations, load_policy
+from agentrl.learner.prefix_tree import prefix_tree
 from agentrl.types import Sample
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import VOCABULARY, gradients, make_batch, make_sample, relative
@@ -257,6 +260,40 @@ def test_flex_attention_itself(models):
             token_stats(ours(models["mistral, every layer"], k), packed).logprobs_N for k in ("flex", "sdpa")
         )
     assert relative(found_N, wanted_N) < 1e-5
+
+
+def test_every_shape_of_flex_attention_has_a_kernel_in_every_thread(monkeypatch: pytest.MonkeyPatch):
+    """Two models, two windows, with and without gradients: more kernels than PyTorch compiles by default."""
+    counted = CompileCounterWithBackend("eager")
+    compiled = torch.compile(flex_attention, backend=counted)
+    monkeypatch.setattr(flex, "_kernel", lambda device_type: compiled)
+    monkeypatch.setattr(
+        "torch.nn.attention.flex_attention._validate_device", lambda *_: None
+    )  # gradients on a CPU
+
+    def attend(heads: int, size: int, length: int, window: int | None, trained: bool) -> None:
+        rows = [tuple(range(length)), (length, *range(length))]
+        spans = Spans(prefix_tree(rows).spans, CPU)
+        q, k, v = (torch.randn(1, heads, spans.tokens, size, requires_grad=trained) for _ in range(3))
+        with torch.set_grad_enabled(trained):
+            flex.attend(q, k, v, spans, 1.0, window)
+
+    def all_shapes() -> None:
+        for heads, size in ((4, 16), (2, 32)):
+            for length in (300, 200):
+                for window in (None, 64):
+                    for trained in (False, True):
+                        attend(heads, size, length, window, trained)
+
+    torch._dynamo.reset()
+    try:
+        all_shapes()
+        known = counted.frame_count
+        with ThreadPoolExecutor(1) as other:
+            other.submit(attend, 8, 64, 100, None, True).result()
+        assert (known > 8, counted.frame_count) == (True, known + 1)
+    finally:
+        torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("window", [None, 40])

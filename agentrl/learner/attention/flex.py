@@ -11,12 +11,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from agentrl.learner.attention.packed import Spans
 
 BLOCK = 128
 """Positions in a block on either side."""
+MOST_KERNELS = 128
+"""Policy and critic, with and without gradients, each sliding window, short and long batches: each has its own."""
 
 
 def attend(
@@ -24,6 +27,8 @@ def attend(
 ) -> Tensor:
     """[1, T, H, D]; see `packed_attention`."""
     mask = spans.plan(block_mask, window)
+    # The setting is one of each thread. Beyond its 8, PyTorch would compute scores of all pairs without a kernel.
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_KERNELS)
     grouped = q_1HTD.shape[1] != k_1HTD.shape[1]
     out_1HTD: Tensor = _kernel(q_1HTD.device.type)(
         q_1HTD, k_1HTD, v_1HTD, block_mask=mask, scale=scaling, enable_gqa=grouped
