@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,9 +82,20 @@ def lr_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def saving(config: LearnerConfig) -> AbstractContextManager[object]:
-    """Where the backward pass finds what it needs: on the device, or in host memory."""
-    offload = config.offload_activations
-    return torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else nullcontext()
+    """Where the backward pass finds what it needs: on the device, or in host memory; parameters are not moved."""
+    if not config.offload_activations:
+        return nullcontext()
+    host: Any = torch.autograd.graph.save_on_cpu(pin_memory=True)
+
+    def pack(tensor: Tensor) -> object:
+        owner = tensor if tensor._base is None else tensor._base
+        return tensor if isinstance(owner, nn.Parameter) else host.pack_hook(tensor)
+
+    def unpack(kept: object) -> Tensor:
+        found: Tensor = kept if isinstance(kept, Tensor) else host.unpack_hook(kept)
+        return found
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def _by_row(rows: Rows, found: Mapping[str, Tensor]) -> list[Columns]:

@@ -20,6 +20,9 @@ from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import ConfigError
 from agentrl.learner import rank_pool
+from agentrl.learner.logprobs import token_stats
+from agentrl.learner.micro_batch import saving
+from agentrl.learner.pack import pack
 from agentrl.learner.shard import World, collected
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import make_batch
@@ -73,6 +76,31 @@ def test_offloading_changes_nothing(
         weights, metrics = after_three_steps(made, tmp_path)
     assert gap(weights, plain[0]) < 1e-6
     assert metrics[-1] == pytest.approx(plain[1][-1], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_offloading_activations_leaves_parameters_where_they_are(
+    policy_dir: Path, precision: str, monkeypatch: pytest.MonkeyPatch
+):
+    """As a stand-in for a move to host memory, what is moved is noted; gathered parameters are none of it."""
+    moved: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> tuple[torch.Tensor]:
+        moved.append(tensor)
+        return (tensor,)
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept[0])
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", lambda pin_memory: hooks)
+    with learner(
+        policy_dir, policy_dir, World.alone(torch.device("cpu")), device="auto", precision=precision
+    ) as made:
+        with saving(made.config.model_copy(update={"offload_activations": True})):
+            stats = token_stats(made.policy, pack(make_batch(0)))
+        stats.logprobs_N.sum().backward()
+        owners = [tensor if tensor._base is None else tensor._base for tensor in moved]
+        assert moved
+        assert not any(isinstance(owner, torch.nn.Parameter) for owner in owners)
+        assert all(parameter.grad is not None for parameter in made.policy.parameters())
 
 
 def test_offloading_without_a_gpu_is_refused(policy_dir: Path, monkeypatch: pytest.MonkeyPatch):
