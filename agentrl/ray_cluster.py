@@ -101,7 +101,18 @@ def _knock(address: str) -> None:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Ray takes SIGTERM for itself, or warns that it cannot; the run has its own way of leaving."""
+    """Ray takes SIGTERM for itself, or warns that it cannot; the run has its own way of leaving. A closed terminal
+    does not end the processes that Ray starts, either."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        with _handlers_kept():
+            yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         logger = logging.getLogger("ray._private.worker")
         logger.addFilter(_not_about_sigterm)

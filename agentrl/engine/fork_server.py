@@ -16,12 +16,12 @@ from multiprocessing.forkserver import ensure_running
 def fork_server() -> ForkServerContext:
     """Start the server unless it is running, without waiting for its imports; returns the context that uses it.
 
-    The server inherits that SIGINT and SIGTERM are blocked: they are meant for the run.
+    The server inherits that SIGINT, SIGTERM and SIGHUP are blocked: they are meant for the run.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["agentrl.engine.local.preload"])
     resource_tracker.ensure_running()  # the server needs it, and its start ends with both signals unblocked
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         ensure_running()
     finally:

@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -298,7 +299,8 @@ class LiveDisplay(Display):
                 self._live = None
             self._guard.stop()
             if self._own is not None:
-                self.console.file.close()
+                with suppress(OSError):  # the terminal was closed
+                    self.console.file.close()
                 self.console.file, self._own = self._own, None
             for text in self._notes.untold():
                 self._note(text)

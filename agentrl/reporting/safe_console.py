@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook, RenderResult
@@ -10,11 +11,21 @@ from agentrl.clean import visible
 
 
 class SafeConsole(Console):
-    """Shows the text of everything it prints as `visible` does; styles and its own control codes stay."""
+    """Shows the text of everything it prints as `visible` does; styles and its own control codes stay. A terminal
+    that is closed is no error: the run goes on."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.push_render_hook(_Hook())
+
+    def _check_buffer(self) -> None:
+        """Once its terminal is closed, it prints nothing more."""
+        try:
+            super()._check_buffer()
+        except OSError as e:
+            if e.errno != errno.EIO:
+                raise
+            self.quiet = True
 
 
 class _Hook(RenderHook):

@@ -1,4 +1,4 @@
-"""Graceful shutdown: the first Ctrl-C or SIGTERM asks the loop to save and exit, the second aborts."""
+"""Graceful shutdown: the first Ctrl-C, SIGTERM or SIGHUP asks the loop to save and exit, the second aborts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from types import FrameType, TracebackType
 from typing import TypeVar
 
 T = TypeVar("T")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.2
 """How often a wait checks whether the run was asked to stop."""
 
@@ -67,11 +68,12 @@ async def unless_stopped(stopping: Callable[[], bool], work: Awaitable[T]) -> T:
 def stop_requested(
     tell: Callable[[str], None] = lambda text: None, request: StopRequest | None = None
 ) -> Iterator[StopRequest]:
-    """Catch SIGINT and SIGTERM while the block runs; the earlier handlers come back after it.
+    """Catch SIGINT, SIGTERM and SIGHUP while the block runs; the earlier handlers come back after it.
 
     The first signal makes the yielded request true and calls `tell` with a sentence for the user. The second one
-    raises KeyboardInterrupt in the main thread. Outside of the main thread, signal handlers are not changed;
-    whoever made the request asks there.
+    raises KeyboardInterrupt in the main thread, unless it is a SIGHUP: a terminal that is closed may send several.
+    Where SIGHUP is ignored, as under nohup, it stays so. Outside of the main thread, signal handlers are not
+    changed; whoever made the request asks there.
 
     Args:
         tell: shows the sentence. A signal can arrive while the main thread is writing to the same stream, so this
@@ -88,6 +90,8 @@ def stop_requested(
 
     def handle(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
+        if request.by is not None and number == signal.SIGHUP:
+            return
         if request.by is not None:
             raise KeyboardInterrupt(f"second {name}")
         request.by = name
@@ -96,7 +100,8 @@ def stop_requested(
             thread.start()
             telling.append(thread)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    caught = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in caught}
     try:
         yield request
     finally:

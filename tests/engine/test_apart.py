@@ -88,7 +88,7 @@ async def test_a_cancelled_call_frees_its_slot(engine: ProcessEngine):
 
 async def test_signals_that_stop_a_run_leave_its_engine_alone(engine: ProcessEngine):
     assert engine._process.pid is not None
-    for wish in (signal.SIGINT, signal.SIGTERM):
+    for wish in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(engine._process.pid, wish)
     assert len((await engine.generate(PROMPT, GREEDY)).ids) == 8
 

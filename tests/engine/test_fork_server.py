@@ -19,4 +19,4 @@ print(next(line.split()[1] for line in server.read_text().splitlines() if line.s
 def test_signals_that_are_meant_for_the_run_do_not_reach_the_server():
     """In a new process, where nothing has started Python's resource tracker yet."""
     said = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True).stdout
-    assert int(said, 16) & 0x4002 == 0x4002, "SIGINT (2) and SIGTERM (15) are not blocked"
+    assert int(said, 16) & 0x4003 == 0x4003, "SIGHUP (1), SIGINT (2) and SIGTERM (15) are not blocked"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +33,67 @@ def test_first_asks_second_aborts(number: signal.Signals):
     assert len(told) == 1
     assert "saving after this step" in told[0]
     assert signal.getsignal(number) is before
+
+
+def test_a_closed_terminal_asks_and_never_aborts():
+    before = signal.getsignal(signal.SIGHUP)
+    told: list[str] = []
+    with stop_requested(told.append) as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)  # of the shell, and of the kernel
+        assert stop.by == "SIGHUP"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert len(told) == 1
+    assert signal.getsignal(signal.SIGHUP) is before
+
+
+def test_a_closed_terminal_is_nothing_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_requested() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_what_is_shown_on_a_closed_terminal_is_no_error(term: str, tmp_path: Path):
+    """The run takes its last step, and leaves through its display."""
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from agentrl.reporting.display import make_display\n"
+        "from agentrl.trainer.signals import stop_requested\n"
+        "folder = Path(sys.argv[1])\n"
+        "with make_display('run', again='again') as display, stop_requested(display.note) as stop:\n"
+        "    display.phase('train', 10)\n"
+        "    (folder / 'begun').touch()\n"
+        "    while not stop: time.sleep(0.01)\n"
+        "    for step in range(1, 4): display.step({'step': step, 'reward': 0.5})\n"
+        "    display.note('a last word')\n"
+        "(folder / 'saved').write_text(stop.by)\n"
+    )
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"TERM": term},
+        text=True,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    while not (tmp_path / "begun").exists() and process.poll() is None:
+        if select.select([ours], [], [], 0.05)[0]:
+            os.read(ours, 1 << 16)
+    os.close(ours)
+    process.send_signal(signal.SIGHUP)
+    _, said = process.communicate()
+    assert (tmp_path / "saved").read_text() == "SIGHUP", said
 
 
 class SignalsOnce(io.RawIOBase):

@@ -316,7 +316,7 @@ def _main(pipe: Connection, path: str, options: Mapping[str, Any], threads: int)
         threads: torch's number in the process that wants the engine; one with a small model takes 1.
     """
     torch.set_num_threads(threads)
-    for wish in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which stops this process once it has saved
+    for wish in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # for the run, which stops this process at its end
         signal.signal(wish, signal.SIG_IGN)
     try:
         core = EngineCore.from_directory(path, **options)
