@@ -66,7 +66,8 @@ class CriticConfig(Section):
     """Value clipping: predictions are clipped to within this distance of those before the step; null disables
     it."""
     warmup_steps: Count = 0
-    """Number of initial steps that train only the critic."""
+    """Number of initial steps that train only the critic. Their drift is measured only where a correction needs
+    the learner's log-probabilities."""
     max_grad_norm: Annotated[Above0, Advanced()] = 1.0
     """Maximum gradient norm; larger gradients are scaled down."""
     updates_per_step: Annotated[Positive | None, Advanced()] = None
@@ -83,7 +84,7 @@ class CriticConfig(Section):
 
 
 class KLConfig(Section):
-    """The KL penalty toward the frozen reference policy (the policy at the start of RL training)."""
+    """The KL penalty toward the frozen reference: the policy at the start of RL training, without any adapters."""
 
     where: Annotated[Literal["loss", "reward", "both"], NeverWhen("coef", 0)] = "loss"
     """Add the penalty to the loss, subtract it from each token's reward before advantages are estimated, or
@@ -208,7 +209,8 @@ class AlgorithmConfig(Section):
     correction: CorrectionConfig = CorrectionConfig()
     """Corrections for the difference between sampler and learner."""
     drift_gate: DriftGateConfig = DriftGateConfig()
-    """Limits on the difference between sampler and learner."""
+    """Limits on the difference between sampler and learner, in every step that updates the policy and has no stale
+    tokens."""
 
     @model_validator(mode="after")
     def _no_dead_keys(self) -> Self:

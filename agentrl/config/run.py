@@ -348,8 +348,9 @@ class LoRAConfig(Section):
     targets: Literal["all-linear"] | list[str] = "all-linear"
     """Target layers by name suffix (`q_proj`), or all linear layers of the blocks."""
     adapter: Annotated[str | None, PathTo("folder", hub=True)] = None
-    """Folder of a LoRA adapter in peft format to continue from; its base is `model.path`. Its rank, alpha and
-    scale must match these settings. Other kinds of adapters (DoRA, biases, whole modules, ...) are rejected."""
+    """Folder of a LoRA adapter in peft format to continue from; its base, `model.path`, is the reference. Its
+    rank, alpha and scale must match these settings. Other kinds of adapters (DoRA, biases, whole modules, ...)
+    are rejected."""
 
     @model_validator(mode="after")
     def _has_targets(self) -> Self:

@@ -1,7 +1,7 @@
 """LoRA by peft: small trained matrices next to the frozen ones of the policy.
 
 The layers are put into the model itself, so that it computes, shards and checkpoints its activations as before.
-With the adapters off it is the policy that training began with: the reference costs no second copy.
+With the adapters off it is the model that they were put into: the reference costs no second copy.
 
 Source: Hu et al. 2021, arXiv:2106.09685.
 """
