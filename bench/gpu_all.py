@@ -26,6 +26,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -63,9 +64,10 @@ def share(found: Found) -> float | None:
 
 
 def pause_s(found: Found) -> float | None:
-    """With sequences in flight."""
+    """With sequences in flight; the first update warms up."""
     of_8b = [x for x in found if x.get("shape") == "8B" and x.get("train") == "full"]
-    return next((x["in_flight_s"] for x in of_8b if "in_flight_s" in x), None)
+    seconds = [x["in_flight_s"] for x in of_8b if x.get("update", 1) > 1]
+    return statistics.median(seconds) if seconds else None
 
 
 def fewer_bytes(found: Found) -> float | None:
@@ -135,7 +137,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
         process.join()
     lines = log.read_text(errors="replace").splitlines()
     found = [parsed for line in lines if (parsed := _parsed(line))]
-    skipped = next((line["skipped"] for line in found if "skipped" in line), None)
+    skipped = next((line[key] for key in ("failed", "skipped") for line in found if key in line), None)
     result = {
         "part": name,
         "ended": ended,

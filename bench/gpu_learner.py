@@ -52,7 +52,10 @@ from bench.shared.verdict import finish, no_gpu
 OUT = Path(__file__).parent / "results" / "gpu_learner.json"
 GOAL = 0.5
 # TFLOP/s in dense bfloat16; the first name that the device's holds
-PEAKS = {"H100 PCIe": 756.0, "H100": 989.4, "H200": 989.4, "B200": 2250.0, "A100": 312.0, "L40S": 362.0}
+PEAKS = {
+    **{"H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.4, "H200": 989.4},
+    **{"B200": 2250.0, "A100": 312.0, "L40S": 362.0},
+}
 
 
 def make_rows(number: int, length: int, vocabulary: int, seed: int) -> list[Sample]:
@@ -102,6 +105,8 @@ def measured(shape: str, length: int, lora: bool, args: argparse.Namespace) -> d
         rank, learner = open_learner(
             Path(temp), device="cuda" if gpu else "cpu", tokens=tokens, attention=args.attention, lora=lora
         )
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()  # that of the updates counts, not of loading
         try:
             names = {name: kind for kind, name in NAMES.items()}
             cell["attention"] = names[rank.policy.config._attn_implementation]
@@ -134,8 +139,6 @@ def cells(args: argparse.Namespace) -> list[dict[str, Any]]:
     for shape in args.shapes.split(","):
         for length in map(int, args.lengths.split(",")):
             for train in args.train.split(","):
-                if not args.smoke:
-                    torch.cuda.reset_peak_memory_stats()
                 try:
                     found.append(measured(shape, length, train == "lora", args))
                 except torch.OutOfMemoryError:

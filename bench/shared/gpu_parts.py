@@ -4,7 +4,8 @@ Weights are random, in the shapes of Qwen3. Every measurement is one line of JSO
 
 - `pause`: from the learner's last update until the engine on the same device answers again. `idle_s`: fetch the
   learner's weights, bring them to the local engine, get one token. `in_flight_s`: the same until a sequence in the
-  middle of decoding has its next token, for which its keys and values are computed again.
+  middle of decoding has its next token, for which its keys and values are computed again. A line per update, of
+  which the first warms up.
 - `delta`: `engine.sync: delta` against `tensor`, with layers of the shape of an 8B model. The receiver is in this
   process, takes weights through host memory, and checks each changed tensor by its hash; there is no server and no
   network.
@@ -50,16 +51,19 @@ from bench.shared.random_policy import open_learner, write_config
 from bench.tree import WAYS, Episodes, forked_rows, packed_by
 
 BUCKET = 1 << 29
+UPDATES = 3
+"""Of a case of `pause`."""
 Line = dict[str, object]
 
 
 def pause(device: torch.device) -> Iterator[Line]:
     gpu = device.type == "cuda"
-    for shape in ("8B", "0.6B") if gpu else ("smoke",):
-        for train in ("full", "lora"):
+    for train in ("full", "lora"):
+        for shape in ("0.6B", "8B") if gpu else ("smoke",):
             found: Line = {"shape": shape, "train": train}
             try:
-                yield found | asyncio.run(_pauses(shape, train == "lora", device))
+                for line in _one_by_one(_pauses(shape, train == "lora", device)):
+                    yield found | line
             except (
                 torch.OutOfMemoryError,
                 EngineError,
@@ -69,39 +73,47 @@ def pause(device: torch.device) -> Iterator[Line]:
             _free(device)
 
 
-async def _pauses(shape: str, lora: bool, device: torch.device) -> Line:
+def _one_by_one(lines: AsyncIterator[Line]) -> Iterator[Line]:
+    """Each line as soon as it is there."""
+
+    async def following() -> Line | None:
+        return await anext(lines, None)
+
+    with asyncio.Runner() as runner:
+        while (line := runner.run(following())) is not None:
+            yield line
+
+
+async def _pauses(shape: str, lora: bool, device: torch.device) -> AsyncIterator[Line]:
     context, sequences, prompt = 2048, 8, 512 if device.type == "cuda" else 16
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(shape, context, Path(folder))
-        _, learner = open_learner(Path(folder), device=device.type, tokens=context, lora=lora)
-    engine = LocalEngine(make_model(shape, device, context), max_slots=2 * sequences, max_context=context)
     draw = np.random.default_rng(0)
     prompts = draw.integers(0, SHAPES[shape][6], (sequences, prompt)).tolist()
-    idle, in_flight = [], []
-    try:
-        for number in range(1, 5):  # the first of both warms up
+    async with contextlib.AsyncExitStack() as stack:
+        with tempfile.TemporaryDirectory() as folder:
+            write_config(shape, context, Path(folder))
+            _, learner = open_learner(Path(folder), device=device.type, tokens=context, lora=lora)
+        stack.push_async_callback(learner.close)
+        engine = LocalEngine(make_model(shape, device, context), max_slots=2 * sequences, max_context=context)
+        stack.push_async_callback(engine.close)
+        for number in range(1, UPDATES + 1):
             synchronize(device)
             began = time.perf_counter()
             await engine.update_weights(await learner.weights(), 2 * number)
             await engine.generate(prompts[0], Sampling(max_tokens=1, seed=number))
-            idle.append(time.perf_counter() - began)
+            idle = time.perf_counter() - began
 
             async def update(number: int = number) -> None:
                 await engine.update_weights(await learner.weights(), 2 * number + 1)
 
-            in_flight.append(await _gap(engine, prompts, update, 2 * number + 1))
-    finally:
-        await engine.close()
-        await learner.close()
-    return {
-        "idle_s": round(statistics.median(idle[1:]), 4),
-        "in_flight_s": round(statistics.median(in_flight[1:]), 4),
-        "all_idle_s": [round(value, 4) for value in idle],
-        "all_in_flight_s": [round(value, 4) for value in in_flight],
-        "sequences": sequences,
-        "prompt": prompt,
-        "peak_gib": _peak(device),
-    }
+            in_flight = await _gap(engine, prompts, update, 2 * number + 1)
+            yield {
+                "update": number,
+                "idle_s": round(idle, 4),
+                "in_flight_s": round(in_flight, 4),
+                "sequences": sequences,
+                "prompt": prompt,
+                "peak_gib": _peak(device),
+            }
 
 
 async def _gap(
@@ -200,6 +212,8 @@ def trees(device: torch.device) -> Iterator[Line]:
                 yield found | {"skipped": str(e)}
             except ValidationError as e:
                 yield found | {"skipped": e.errors()[0]["msg"]}
+            except Exception as e:  # a kernel that does not compile here; the others are measured
+                yield found | {"failed": f"{type(e).__name__}: {str(e).partition(chr(10))[0][:300]}"}
             _free(device)
 
 

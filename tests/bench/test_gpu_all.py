@@ -6,12 +6,15 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench import gpu_all
+from bench.shared import gpu_parts
 
 BENCH = Path(__file__).parents[2] / "bench" / "gpu_all.py"
 
@@ -62,6 +65,39 @@ def test_a_part_that_runs_too_long_or_fails_keeps_what_it_printed(
     assert (failed["ended"], failed["why"]) == ("exit code 1", "OSError: no disk")
     assert "exit code 1" in gpu_all.summary(failed)
     assert "(OSError: no disk)" in gpu_all.summary(failed)
+
+
+def test_the_pause_is_the_median_of_the_updates_that_were_measured_before_the_end() -> None:
+    case = {"shape": "8B", "train": "full"}
+    lines = [{**case, "update": number, "in_flight_s": s} for number, s in enumerate((9.0, 0.2, 0.4), 1)]
+    other = {"shape": "0.6B", "train": "full", "update": 2, "in_flight_s": 0.1}
+    assert gpu_all.pause_s([other, *lines]) == pytest.approx(0.3)
+    assert gpu_all.pause_s([other, *lines[:2]]) == 0.2
+    assert gpu_all.pause_s([other, lines[0], {**case, "skipped": "out of memory"}]) is None
+
+
+def test_updates_are_reported_as_they_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def pauses(*_: object) -> AsyncIterator[gpu_parts.Line]:
+        yield {"update": 1}
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(gpu_parts, "_pauses", pauses)
+    lines = gpu_parts.pause(torch.device("cpu"))
+    assert next(lines) == {"shape": "smoke", "train": "full", "update": 1}
+    assert next(lines) == {"shape": "smoke", "train": "full", "skipped": "out of memory"}
+    assert next(lines)["train"] == "lora"
+
+
+def test_an_attention_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def update(shape: str, kind: str, *_: object) -> gpu_parts.Line:
+        if kind == "flash":
+            raise RuntimeError("no kernel image\nfor this device")
+        return {"step_s": 1.0}
+
+    monkeypatch.setattr(gpu_parts, "_update", update)
+    found = list(gpu_parts.trees(torch.device("cpu")))
+    assert [line["attention"] for line in found if "step_s" in line] == ["sdpa", "sdpa", "flex", "flex"]
+    assert {line["failed"] for line in found if "failed" in line} == {"RuntimeError: no kernel image"}
 
 
 def test_all_parts_fit_into_eight_minutes() -> None:

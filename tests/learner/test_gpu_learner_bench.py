@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 BENCH = Path(__file__).parents[2] / "bench" / "gpu_learner.py"
 
@@ -51,3 +53,26 @@ def test_without_peft_whole_models_are_still_measured(bench, monkeypatch, capsys
     full, lora = (json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{"))
     assert full["tokens_per_s"] > 0
     assert "peft" in lora["skipped"]
+
+
+def test_the_peak_is_that_of_the_updates_and_the_flops_those_of_the_card(bench, monkeypatch, capsys):
+    done: list[str] = []
+
+    def opened(folder: Path, **options: object) -> tuple[object, object]:
+        found = open_learner(folder, **{**options, "device": "cpu"})
+        done.append("opened")
+        return found
+
+    open_learner = bench.open_learner
+    monkeypatch.setattr(bench, "open_learner", opened)
+    for name, answer in (("is_available", True), ("synchronize", None), ("empty_cache", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 NVL")
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: done.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: done.append("read") or 1 << 30)
+    args = argparse.Namespace(
+        smoke=False, micro_batch_tokens=128, micro_batches=1, steps=1, attention="sdpa", peak_tflops=None
+    )
+    cell = bench.measured("smoke", 64, False, args)
+    assert done == ["opened", "reset", "read"]
+    assert (cell["peak_gib"], bench.peak_tflops(args)) == (1.0, 835.0)
