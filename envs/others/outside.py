@@ -11,7 +11,6 @@ import atexit
 import base64
 import collections
 import contextlib
-import functools
 import itertools
 import json
 import os
@@ -146,17 +145,16 @@ class Session:
         self.player.send({"session": self.number, **said})
 
 
-@functools.lru_cache(maxsize=32)
-def _started(python: str, script: str, given: str, name: str) -> Player:
-    return Player(python, script, given, name)
+_players: dict[tuple[str, str, str, str], Player] = {}
+_starting = threading.Lock()
 
 
 def player_of(python: str, script: str, given: str, name: str) -> Player:
-    """The running player; one per process, started again if it ended."""
-    player = _started(python or sys.executable, script, given, name)
-    if not player.alive:
-        _started.cache_clear()
-        player = _started(python or sys.executable, script, given, name)
+    """The running player; one per process, started again, once, if it ended."""
+    key = (python or sys.executable, script, given, name)
+    with _starting:
+        if (player := _players.get(key)) is None or not player.alive:
+            player = _players[key] = Player(*key)
     return player
 
 

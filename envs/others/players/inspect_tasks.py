@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import inspect
 import json
 import math
@@ -16,13 +17,13 @@ import sys
 import tempfile
 from typing import Any
 
-from wire import Json, Session, Stopped, Wire
+from wire import Json, Session, Stopped, Wire, contained
 
 wire = Wire()
 try:
     from inspect_ai import SampleSource, Task, enqueue_sample, eval_async, task_with
     from inspect_ai._eval.loader import load_tasks
-    from inspect_ai._util.registry import registry_lookup
+    from inspect_ai._util.registry import registry_lookup, registry_unqualified_name
     from inspect_ai.dataset import Sample
     from inspect_ai.log import EvalSample
     from inspect_ai.model import (
@@ -39,6 +40,8 @@ try:
         modelapi,
     )
     from inspect_ai.scorer import value_to_float
+    from inspect_ai.solver import chain
+    from inspect_ai.solver._chain import unroll
     from inspect_ai.solver._task_state import sample_state
     from inspect_ai.tool import ToolCall, ToolChoice, ToolInfo
     from inspect_ai.util import LimitExceededError
@@ -202,6 +205,30 @@ class Episodes(SampleSource):  # type: ignore[misc, unused-ignore]
         return None
 
 
+def contain(task: Task, wanted: list[str]) -> None:
+    """Make whatever a solver or scorer raises, and a scorer without a score, an error of the sample."""
+
+    def solver_of(solve: Any) -> Any:
+        @functools.wraps(solve)
+        async def solved(state: Any, generate: Any) -> Any:
+            return await contained(solve(state, generate))
+
+        return solved
+
+    def scorer_of(rate: Any) -> Any:
+        @functools.wraps(rate)
+        async def rated(state: Any, target: Any) -> Any:
+            score = await contained(rate(state, target))
+            if score is None and not wanted:
+                raise ValueError(f"the scorer {registry_unqualified_name(rate)} returned no score")
+            return score
+
+        return rated
+
+    task.solver = chain([solver_of(solve) for solve in unroll(task.solver)])
+    task.scorer = [scorer_of(rate) for rate in task.scorer or ()] or None
+
+
 def unknown_argument(task: Task, args: Json) -> str | None:
     """The first argument that the task's function does not take; Inspect would ignore it."""
     known = inspect.signature(registry_lookup("task", task.name)).parameters
@@ -223,6 +250,18 @@ def load(given: Json) -> Task:
     return found[0]
 
 
+def check_ids(samples: list[Sample], file: str) -> None:
+    """Number the samples without an id. Ids that are equal as text are refused, as by Inspect."""
+    known: dict[str, int] = {}
+    for number, sample in enumerate(samples, 1):
+        sample.id = number if sample.id is None else sample.id
+        if (first := known.setdefault(str(sample.id), number)) != number:
+            wire.fail(
+                f"{file}: samples {first} and {number} have the same id {str(sample.id)!r}; give each its own "
+                "(a sample without one gets its number)"
+            )
+
+
 async def main() -> None:
     """Play until stdin ends."""
     given: Json = json.loads(sys.argv[1])
@@ -231,8 +270,8 @@ async def main() -> None:
     except Exception as e:
         wire.fail(f"{given['file']}: {type(e).__name__}: {e}")
     samples: list[Sample] = list(task.dataset)
-    for number, sample in enumerate(samples, 1):
-        sample.id = number if sample.id is None else sample.id
+    check_ids(samples, given["file"])
+    contain(task, given["scorers"])
     episodes = Episodes(samples, given["scorers"])
     task_with(task, dataset=episodes, epochs=1, fail_on_error=False)
     wire.listen(episodes.start)

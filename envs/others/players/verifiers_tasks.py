@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from wire import Json, Session, Stopped, Wire
+from wire import Json, Session, Stopped, Wire, contained
 
 wire = Wire()
 try:
@@ -140,7 +140,7 @@ async def play(env: vf.Env[Any], task: vf.Task[Any], session: Session, url: str)
     sessions[model] = session
     client = vf.EvalClientConfig(base_url=url, api_key_var="AGENTRL_NO_KEY")
     try:
-        episode = await env.run_episode(task, vf.ModelContext(model=model, client=client))
+        episode = await contained(env.run_episode(task, vf.ModelContext(model=model, client=client)))
         session.done(rewards_of(episode))
     except Exception as e:
         session.done({}, str(e) or type(e).__name__)

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TextIO
 
 Json = dict[str, Any]
@@ -21,6 +21,20 @@ Json = dict[str, Any]
 
 class Stopped(Exception):
     """The adapter ended the episode."""
+
+
+async def contained(work: Coroutine[Any, Any, Any]) -> Any:
+    """Await the code of a task: SystemExit and the like end its episode, not this program. Raises RuntimeError."""
+    try:
+        return await work
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as e:
+        raise RuntimeError(f"{type(e).__name__}: {e}") from e
+
+
+def _task(loop: asyncio.AbstractEventLoop, work: Any, /, **options: Any) -> asyncio.Task[Any]:
+    return asyncio.Task(contained(work), loop=loop, **options)
 
 
 class Session:
@@ -55,10 +69,13 @@ class Session:
 
 
 class Wire:
-    """Stdin and stdout as JSON lines; what the task prints goes to stderr."""
+    """Stdin and stdout as JSON lines. What the task prints goes to stderr, and its programs read nothing."""
 
     def __init__(self) -> None:
+        self._in: TextIO = os.fdopen(os.dup(0), encoding="utf-8")
         self._out: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)
         self._lock = threading.Lock()
         self.sessions: dict[int, Session] = {}
@@ -77,6 +94,7 @@ class Wire:
     def listen(self, start: Callable[[Session], None]) -> None:
         """Call `start` for each new episode, on the running loop; the process exits with stdin."""
         loop = asyncio.get_running_loop()
+        loop.set_task_factory(_task)
 
         def take(line: Json) -> None:
             number = line["session"]
@@ -87,7 +105,7 @@ class Wire:
                 self.sessions[number].take(line)
 
         def read() -> None:
-            for text in sys.stdin:
+            for text in self._in:
                 loop.call_soon_threadsafe(take, json.loads(text))
             os._exit(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import tempfile
@@ -39,6 +40,22 @@ def add() -> Any:
     return execute
 
 
+@tool
+def shell() -> Any:
+    async def execute(command: str) -> str:
+        """Run a command, which reads the standard input that it inherits.
+
+        Args:
+            command: The command.
+        """
+        if command == "exit":
+            raise SystemExit(3)
+        process = await asyncio.create_subprocess_shell(command, stdout=asyncio.subprocess.PIPE)
+        return (await process.communicate())[0].decode()
+
+    return execute
+
+
 @scorer(metrics={"*": [mean()]})
 def closeness() -> Any:
     async def score(state: TaskState, target: Target) -> Score:
@@ -54,6 +71,21 @@ def closeness() -> Any:
 def broken() -> Any:
     async def score(state: TaskState, target: Target) -> Score:
         raise KeyError("no ruler")
+
+    return score
+
+
+class Bolt(BaseException):
+    """Nobody catches it."""
+
+
+@scorer(metrics=[mean()])
+def odd() -> Any:
+    async def score(state: TaskState, target: Target) -> Score | None:
+        said = state.output.completion
+        if said in ("exit", "interrupt", "bolt"):
+            raise {"exit": SystemExit, "interrupt": KeyboardInterrupt, "bolt": Bolt}[said]("the end")
+        return None if said == "nothing" else Score(value=1)
 
     return score
 
@@ -86,6 +118,19 @@ def graded() -> Task:
 def unscored() -> Task:
     """A scorer that raises."""
     return Task(dataset=rows(), solver=generate(), scorer=broken())
+
+
+@task
+def shells() -> Task:
+    """A tool that starts programs."""
+    return Task(dataset=rows(4), solver=[use_tools(shell()), generate()], scorer=odd())
+
+
+@task
+def twins(first: str | None = None, second: int | None = 1) -> Task:
+    """Samples with ids of our choice."""
+    questions = [Sample(input="1?", target="1", id=first), Sample(input="2?", target="2", id=second)]
+    return Task(dataset=questions, solver=generate(), scorer=match())
 
 
 def said(kind: str, question: str, turn: int, tools: bool) -> tuple[str, dict[str, int]]:

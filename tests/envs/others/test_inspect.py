@@ -127,6 +127,39 @@ async def test_mistakes_are_observations_and_a_task_that_raises_is_a_fault() -> 
         await play(unscored(), unscored.tasks()[0], ScriptedPolicy(["1"]))
 
 
+@needs_inspect
+async def test_a_program_that_a_tool_starts_does_not_read_what_is_sent_to_the_player() -> None:
+    env = inspect_task("shells")
+    reads = [call("shell", command="read line; echo got $line")] * 3
+    others = [call("shell", command="echo hi")] * 3
+    scripts = [[*reads, "1"], [*others, "1"], [*reads, "1"], [*others, "1"]]
+    episodes = await asyncio.gather(
+        *[play(env(), t, ScriptedPolicy(script)) for t, script in zip(env.tasks(), scripts, strict=True)]
+    )
+    said = [[str(m.content).strip() for t in e.turns for m in t.observation] for e in episodes]
+    assert said == [["got"] * 3, ["hi"] * 3] * 2
+    assert [e.reward for e in episodes] == [1.0] * 4
+
+
+@needs_inspect
+async def test_whatever_a_scorer_or_tool_raises_is_a_fault_of_its_episode_only() -> None:
+    env = inspect_task("shells")
+    other = env()
+    await other.reset(env.tasks()[0])
+    player = env.player()
+    for said, fault in (("exit", "SystemExit"), ("interrupt", "KeyboardInterrupt"), ("bolt", "Bolt")):
+        with pytest.raises(RuntimeError, match=f"{fault}: the end"):
+            await play(env(), env.tasks()[1], ScriptedPolicy([said]))
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        await play(env(), env.tasks()[1], ScriptedPolicy([call("shell", command="exit")]))
+    with pytest.raises(RuntimeError, match="the scorer odd returned no score"):
+        await play(env(), env.tasks()[1], ScriptedPolicy(["nothing"]))
+    await other.step(say("1"))
+    assert await other.score(None) == {"odd": 1.0}
+    assert env.player() is player
+    await other.close()
+
+
 class Grader:
     """The policy as its own grader."""
 
@@ -159,7 +192,15 @@ async def test_a_lost_player_is_infrastructure_and_the_next_episode_gets_a_new_o
     env.player().stop()
     with pytest.raises(InfraError, match="its program ended"):
         await played.step(say("0"))
-    assert (await play(env(), env.tasks()[0], ScriptedPolicy(["0"]))).reward == 1.0
+    played = await asyncio.gather(*[play(env(), env.tasks()[0], ScriptedPolicy(["0"])) for _ in range(4)])
+    assert [episode.reward for episode in played] == [1.0] * 4
+
+
+@needs_inspect
+async def test_a_lost_player_is_started_again_once_however_many_episodes_wait() -> None:
+    env = inspect_task("sums", args={})
+    env.player().stop()
+    assert len(set(await asyncio.gather(*[asyncio.to_thread(env.player) for _ in range(4)]))) == 1
 
 
 @needs_inspect
@@ -167,9 +208,11 @@ async def test_a_lost_player_is_infrastructure_and_the_next_episode_gets_a_new_o
     ("rest", "options", "said"),
     [
         ("nowhere.py@x", {}, "no such file: nowhere.py"),
-        (f"{FILE}", {}, "write FILE@TASK: the tasks .* are: sums, tools, graded, unscored"),
+        (f"{FILE}", {}, "write FILE@TASK: the tasks .* are: sums, tools, graded, unscored, shells, twins"),
         (f"{FILE}@missing", {}, "missing"),
         (f"{FILE}@tools", {"args": {"size": 3}}, "size"),
+        (f"{FILE}@twins", {}, "samples 1 and 2 have the same id '1'"),
+        (f"{FILE}@twins", {"args": {"first": "2", "second": None}}, "samples 1 and 2 have the same id '2'"),
         (f"{FILE}@sums", {"held_out": "none"}, "use fifth or all"),
         (f"{FILE}@sums", {"python": "/nowhere/python"}, "cannot run '/nowhere/python'"),
         (f"{FILE}@sums", {"python": sys.executable}, "needs inspect_ai, which .* pip install 'inspect-ai"),

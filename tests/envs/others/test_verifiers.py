@@ -85,6 +85,10 @@ async def test_a_reward_that_raises_is_a_fault() -> None:
     env = sums()
     with pytest.raises(RuntimeError, match="no ruler"):
         await play(env(), env.tasks()[0], ScriptedPolicy(["crash"]))
+    for said, fault in (("exit", "SystemExit"), ("bolt", "BaseException")):
+        with pytest.raises(RuntimeError, match=f"{fault}: the end"):
+            await play(env(), env.tasks()[0], ScriptedPolicy([said]))
+    assert (await play(env(), env.tasks()[0], ScriptedPolicy(["0"]))).rewards["right"] == 1.0
 
 
 @needs_verifiers

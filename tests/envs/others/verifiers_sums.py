@@ -36,6 +36,8 @@ class SumsTask(vf.Task[SumsData, SumsState]):
     async def right(self, trace: vf.Trace) -> float:
         if trace.last_reply == "crash":
             raise KeyError("no ruler")
+        if trace.last_reply in ("exit", "bolt"):
+            raise {"exit": SystemExit, "bolt": BaseException}[trace.last_reply]("the end")
         return float(trace.last_reply.strip().split(" ")[-1].rstrip(".") == str(self.data.answer))
 
     @vf.reward(weight=0.25)
