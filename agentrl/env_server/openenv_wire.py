@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
-from agentrl.chat.messages import MessageFormatError, read_well_formed, write_message
+from agentrl.chat.messages import MessageFormatError, read_message, write_message
 from agentrl.env.toolenv.observe import plain_text
 from agentrl.env_server.served import SEND_MESSAGE, Json, JsonObject, RequestError, listed_tools
 from agentrl.env_server.session import EnvSession, TurnResult
@@ -77,7 +77,8 @@ async def step(session: EnvSession, action: JsonObject) -> JsonObject:
     if kind == "finish":
         return _payload({"messages": []}, await session.act(None))
     if kind == "message":
-        return messages_payload(await session.act(_message(session, action)))
+        message, unread = _message(session, action)
+        return messages_payload(_with_ids(await session.act(message), unread))
     name = action.get("tool_name")
     result = await session.act(called(session, name, action.get("arguments")))
     return _payload(_call_observation(str(name), result), result)
@@ -94,17 +95,30 @@ def messages_payload(result: TurnResult) -> JsonObject:
     return _payload(observation, result)
 
 
-def _message(session: EnvSession, action: JsonObject) -> Message:
+def _message(session: EnvSession, action: JsonObject) -> tuple[Message, Sequence[str]]:
+    """The message, and the ids of the calls whose arguments cannot be read: those are mistakes of the policy."""
     fields = {"role": "assistant", "content": action.get("content"), "tool_calls": action.get("tool_calls")}
     try:
-        message = read_well_formed(fields)
+        read = read_message(fields)
     except MessageFormatError as e:
         raise RequestError(str(e)) from None
     calls = [
         replace(call, id=f"call_{session.turns}_{number}") if call.id == f"call_{number}" else call
-        for number, call in enumerate(message.tool_calls)
+        for number, call in enumerate(read.message.tool_calls)
     ]
-    return Message("assistant", message.content, tuple(calls))
+    errors = tuple(f"tool call {number}: {why}" for number, why in read.malformed.items())
+    readable = tuple(call for number, call in enumerate(calls) if number not in read.malformed)
+    message = Message("assistant", read.message.content, readable, parse_errors=errors)
+    return message, [calls[number].id for number in read.malformed]
+
+
+def _with_ids(result: TurnResult, unread: Sequence[str]) -> TurnResult:
+    """The result with the answers to unreadable calls under their ids; an env does not know these."""
+    ids, messages = iter(unread), []
+    for message in result.messages:
+        unnamed = message.role == "tool" and message.tool_call_id is None
+        messages.append(replace(message, tool_call_id=next(ids, None)) if unnamed else message)
+    return replace(result, messages=tuple(messages))
 
 
 def _call_observation(name: str, result: TurnResult) -> JsonObject:

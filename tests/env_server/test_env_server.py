@@ -289,6 +289,20 @@ async def test_mistakes_of_the_policy_are_observations_and_the_last_turn_is_scor
         assert [m["content"] for m in (await wire.ask("step", both))["observation"]["messages"]] == ["2", "4"]
 
 
+@pytest.mark.parametrize("arguments", ['{"n": 1', "[1]", '{"n": 1}}', "7"])
+async def test_arguments_that_are_no_object_are_observations(arguments: str):
+    bad = {"id": "b", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    good = {"id": "g", "type": "function", "function": {"name": "add", "arguments": '{"n": 2}'}}
+    async with serving_env(Sessions(COUNTED)) as url, Wire(url) as wire:
+        await wire.ask("reset", {"index": 0})
+        one = await wire.ask("step", {"type": "message", "tool_calls": [bad]})
+        [said] = one["observation"]["messages"]
+        assert (said["role"], said["tool_call_id"], one["done"]) == ("tool", "b", False)
+        assert said["content"].startswith("Error: tool call 0: the arguments")
+        both = (await wire.ask("step", {"type": "message", "tool_calls": [bad, good]}))["observation"]["messages"]
+        assert {m["tool_call_id"]: m["content"][:8] for m in both} == {"g": "3", "b": "Error: t"}
+
+
 async def test_sessions_are_bounded_and_released():
     sessions = Sessions(COUNTED, max_sessions=2)
     async with serving_env(sessions) as url:

@@ -27,9 +27,10 @@ from agentrl.env.load import load_env
 from agentrl.env.play import RandomPolicy, play
 from agentrl.env_server.open_sessions import Sessions
 from agentrl.env_server.serve import serving_env
+from agentrl.env_server.served import EnvSource
 from agentrl.serve.listen import running
-from agentrl.types import Episode
-from tests.env_server.test_env_server import NAMES, TURNS, source_of
+from agentrl.types import Episode, Task
+from tests.env_server.test_env_server import NAMES, TURNS, Counted, source_of
 from tests.envs.others.test_verifiers import PYTHON, needs_verifiers
 
 JsonObject = dict[str, Any]
@@ -55,9 +56,14 @@ async def played(name: str, num: int, max_turns: int = TURNS) -> list[Episode]:
     return found
 
 
-@contextlib.asynccontextmanager
-async def replaying(episodes: Sequence[Episode]) -> AsyncIterator[str]:
+def replaying(episodes: Sequence[Episode]) -> contextlib.AbstractAsyncContextManager[str]:
     """An endpoint for one conversation after another, which says what the policy said in these episodes."""
+    return saying([[write_message(turn.message) for turn in episode.turns] for episode in episodes])
+
+
+@contextlib.asynccontextmanager
+async def saying(conversations: Sequence[Sequence[JsonObject]]) -> AsyncIterator[str]:
+    """An endpoint for one conversation after another, each with these messages."""
     begun = itertools.count()
     told: Sequence[JsonObject] = ()
 
@@ -66,7 +72,7 @@ async def replaying(episodes: Sequence[Episode]) -> AsyncIterator[str]:
         body = await request.json()
         turn = sum(m["role"] == "assistant" for m in body["messages"])
         if turn == 0:
-            told = [write_message(turn.message) for turn in episodes[next(begun)].turns]
+            told = conversations[next(begun)]
         message = told[turn]
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
@@ -191,6 +197,29 @@ async def test_a_package_connects_to_a_running_server(
     assert (settings["url"], settings["python"]) == (url, "")
     written = [p for p in folder.rglob("*.*") if p.is_file() and "out" not in p.parts]
     assert not any(b"t0ken-1" in p.read_bytes() for p in written)
+
+
+@needs_verifiers
+@pytest.mark.slow
+@pytest.mark.asyncio(loop_scope="module")
+async def test_malformed_calls_few_sessions_and_a_task_without_a_start(tmp_path: Path, vf_eval: VfEval):
+    bad = {"id": "b", "type": "function", "function": {"name": "add", "arguments": '{"n": 1'}}
+    good = {"id": "g", "type": "function", "function": {"name": "add", "arguments": '{"n": 2}'}}
+    turns = [{"role": "assistant", "content": None, "tool_calls": [call]} for call in (bad, good)]
+    told = [*turns, {"role": "assistant", "content": "done"}]
+    tasks = [Task(f"t{i}", {"start": i, "broken": i == 1}) for i in range(6)]
+    sessions = Sessions(EnvSource("counted", Counted, {"train": tasks}), max_sessions=2)
+    async with serving_env(sessions) as url, saying([told] * 5) as endpoint:
+        folder = await asyncio.to_thread(package, tmp_path / "served", url)
+        traces, log = await vf_eval.run(folder, endpoint, "-n", "5")
+    assert {i: sum(parts.values()) for i, parts in rewards_by_index(traces).items()} == {
+        0: 2,
+        2: 4,
+        3: 5,
+        4: 6,
+        5: 7,
+    }
+    assert "task train-1 cannot be set up: SESSION_ERROR" in log
 
 
 @needs_verifiers

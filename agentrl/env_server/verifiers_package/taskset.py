@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import functools
 import json
 import os
 import re
 import subprocess
 import threading
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +29,8 @@ __all__ = ["ServedEnv", "ServedHarness", "ServedTaskset"]
 SETTINGS: dict[str, Any] = json.loads(Path(__file__).with_name("served.json").read_text())
 """What is served: `python`, `target`, `options` and `folder` of the command, or `url`; and `name`."""
 OPENED_AT_ONCE = 16
+FREE_SESSION_S = 600.0
+"""How long an episode waits for a free session of the server."""
 
 
 class ServedState(vf.State):  # type: ignore[misc, unused-ignore]
@@ -102,27 +106,36 @@ class ServedTaskset(vf.Taskset[ServedTask, ServedConfig]):  # type: ignore[misc,
     def load(self) -> Iterator[ServedTask]:
         """Open each task once for its prompt, a few at a time and only as far as tasks are taken."""
         url = server_of(self.config.url, self.config.python)
-        split, at = self.config.split, 0
-        while at < self.config.num_tasks:
+        split, skipped = self.config.split, None
+        for at in range(0, self.config.num_tasks, OPENED_AT_ONCE):
             indices = range(at, min(at + OPENED_AT_ONCE, self.config.num_tasks))
             with ThreadPoolExecutor(1) as apart:  # there may be a running event loop
                 opened = apart.submit(asyncio.run, openings(url, split, indices)).result()
             for index, messages in zip(indices, opened, strict=True):
                 if messages is None:
                     return
-                system = [m["content"] for m in messages if m["role"] == "system"]
-                prompt = [m for m in messages if m["role"] != "system"]
-                data = ServedData(
-                    id=f"{split}-{index}",
-                    split=split,
-                    index=index,
-                    prompt=prompt[0]["content"] if _one_text(prompt) else prompt,
-                    system_prompt=system[0] if system else None,
-                )
-                task = ServedTask(data, self.config.task)
-                task.url = url
-                yield task
-            at += OPENED_AT_ONCE
+                if isinstance(messages, vf.SandboxError):
+                    skipped = f"{split}-{index} cannot be set up: {messages}"
+                    warnings.warn(f"{SETTINGS['name']}: task {skipped}; it is left out", stacklevel=2)
+                    continue
+                yield self._task(index, messages, url)
+            if at == 0 and skipped and all(isinstance(messages, vf.SandboxError) for messages in opened):
+                raise RuntimeError(f"{SETTINGS['name']}: none of the first {len(opened)} tasks: {skipped}")
+
+    def _task(self, index: int, messages: list[dict[str, Any]], url: str) -> ServedTask:
+        split = self.config.split
+        system = [m["content"] for m in messages if m["role"] == "system"]
+        prompt = [m for m in messages if m["role"] != "system"]
+        data = ServedData(
+            id=f"{split}-{index}",
+            split=split,
+            index=index,
+            prompt=prompt[0]["content"] if _one_text(prompt) else prompt,
+            system_prompt=system[0] if system else None,
+        )
+        task = ServedTask(data, self.config.task)
+        task.url = url
+        return task
 
 
 class ServedHarnessConfig(vf.HarnessConfig):  # type: ignore[misc, unused-ignore]
@@ -212,7 +225,8 @@ class Session:
                 headers = {"Authorization": f"Bearer {token}"} if token else {}
                 self._http = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout())
                 self._socket = await self._http.ws_connect(f"{self.url}/ws", max_msg_size=0)
-            await self._socket.send_json({"type": kind, "data": data})
+            with contextlib.suppress(ConnectionError):  # the reason may be waiting to be read
+                await self._socket.send_json({"type": kind, "data": data})
             answer = await self._socket.receive_json()
         except (aiohttp.ClientError, OSError, TypeError) as e:
             raise vf.SandboxError(f"the server at {self.url} is lost: {type(e).__name__}: {e}") from e
@@ -221,9 +235,19 @@ class Session:
         return answer["data"]
 
     async def reset(self, split: str, index: int) -> list[dict[str, Any]]:
-        """Start an episode; returns its opening messages."""
-        opening = await self.ask("reset", {"split": split, "index": index})
-        return list(opening["observation"]["messages"])
+        """Start an episode, when the server has a free session; returns its opening messages."""
+        loop = asyncio.get_running_loop()
+        deadline, wait_s = loop.time() + FREE_SESSION_S, 0.05
+        while True:
+            try:
+                opening = await self.ask("reset", {"split": split, "index": index})
+                return list(opening["observation"]["messages"])
+            except vf.SandboxError as e:
+                if not str(e).startswith("CAPACITY_REACHED") or loop.time() > deadline:
+                    raise
+            await self.close()
+            await asyncio.sleep(wait_s)
+            wait_s = min(2.0, 2 * wait_s)
 
     async def tools(self) -> list[dict[str, Any]]:
         """The task's tools in the form of the chat API, without the one that stands for a message."""
@@ -263,16 +287,21 @@ _sessions: dict[str, Session] = {}
 """The episodes being played, by trace."""
 
 
-async def openings(url: str, split: str, indices: range) -> list[list[dict[str, Any]] | None]:
-    """The opening messages of tasks; None after the last task of the split."""
+Opening = list[dict[str, Any]] | vf.SandboxError | None
 
-    async def one(index: int) -> list[dict[str, Any]] | None:
+
+async def openings(url: str, split: str, indices: range) -> list[Opening]:
+    """The opening messages of tasks; why one cannot be set up; None after the last task of the split."""
+
+    async def one(index: int) -> Opening:
         session = Session(url)
         try:
             return await session.reset(split, index)
         except vf.SandboxError as e:
             if str(e).startswith("VALIDATION_ERROR: index "):
                 return None
+            if str(e).startswith("SESSION_ERROR: "):
+                return e
             raise
         finally:
             await session.close()
