@@ -287,7 +287,8 @@ _sessions: dict[str, Session] = {}
 """The episodes being played, by trace."""
 
 
-Opening = list[dict[str, Any]] | vf.SandboxError | None
+Opening = Any
+"""Messages, why there are none (a SandboxError), or None: there is no such task."""
 
 
 async def openings(url: str, split: str, indices: range) -> list[Opening]:
