@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import shlex
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +27,12 @@ from agentrl.envs.others.harbor_task import (
     read_dockerfile,
     read_rewards,
     read_task,
+    solution_variables,
     task_folders,
 )
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, InfraError
 from agentrl.sandbox import Box, BoxSession, Sandbox, pool_for
+from agentrl.sandbox.box import MAX_INPUT
 from agentrl.sandbox.inside import packing
 from agentrl.sandbox.trees import Entry
 from agentrl.tools.observation import observation
@@ -38,10 +41,12 @@ from agentrl.types import Task
 LOGS = "/logs"
 TESTS = "/tests"
 SOLUTION = "/solution"
+ALWAYS = ("/workspace", "/tmp")
+"""Folders that are writable in every sandbox."""
 MAX_FILES = 20_000
 _UNPACK = (
     "import base64,io,sys,tarfile; "
-    f'tarfile.open(fileobj=io.BytesIO(base64.b64decode(sys.argv[1]))).extractall("{SOLUTION}")'
+    f'tarfile.open(fileobj=io.BytesIO(base64.b64decode(sys.stdin.read()))).extractall("{SOLUTION}")'
 )
 _SYSTEM = "You work in a Linux shell. Do the task with the tool; when it is done, say so without a tool call."
 
@@ -128,7 +133,9 @@ class Harbor(ToolEnv, Adapter):
         """Run a bash command line; the working directory and variables stay."""
         if self._session is None:
             self._session = await self.box.session("bash")
-            await self._session.run(f"cd {self.stage.workdir}")
+            entered = await self._session.run(f"cd -- {shlex.quote(self.stage.workdir)}")
+            if not entered.ok:
+                raise InfraError(f"{self.harbor.name}: {self.stage.workdir}: {observation(entered)}")
         return observation(await self._session.run(command))
 
     @reward(timeout_s=7200.0)
@@ -144,7 +151,7 @@ class Harbor(ToolEnv, Adapter):
         result = await self.box.run(
             ["bash", f"{TESTS}/test.sh"],
             cwd=self.stage.workdir,
-            env={**self.harbor.env, **self.harbor.test_env},
+            env={"PYTHONNOUSERSITE": "1", **self.harbor.env, **self.harbor.test_env},
             wall_s=self.harbor.test_timeout_s,
         )
         try:
@@ -159,13 +166,8 @@ class Harbor(ToolEnv, Adapter):
 
     def _carried(self) -> Sequence[str]:
         """The writable folders that hold work, not tests or their results."""
-        workdir = self.stage.workdir
-        home = [workdir] if workdir.startswith("/workspace") else []
-        return [
-            *(f for f in self.stage.spec.writable if f not in (LOGS, TESTS, SOLUTION)),
-            f"{LOGS}/artifacts",
-            *home,
-        ]
+        own = [folder for folder in self.stage.spec.writable if folder not in (LOGS, TESTS, SOLUTION)]
+        return [*own, f"{LOGS}/artifacts", *ALWAYS]
 
     async def _artifacts(self, path: str) -> tuple[str, Sequence[Entry]]:
         """The files below a path, or the file there, with the folder they belong to."""
@@ -210,7 +212,11 @@ def solution_command(folder: Path) -> str:
     with tarfile.open(fileobj=packed, mode="w:gz") as tar:
         tar.add(solution, ".")
     text = base64.b64encode(packed.getvalue()).decode()
-    return f"python3 -c '{_UNPACK}' {text} && bash {SOLUTION}/solve.sh"
+    if len(text) > MAX_INPUT // 2:
+        raise ConfigError(f"{solution}: is too large for an oracle: {len(text) >> 20} MiB when packed")
+    variables = [shlex.quote(f"{name}={value}") for name, value in solution_variables(folder).items()]
+    solve = " ".join([*(["env", *variables] if variables else []), "bash", f"{SOLUTION}/solve.sh"])
+    return f"printf %s {text} | python3 -c '{_UNPACK}' && {solve}"
 
 
 def local_stage(task: HarborTask, options: HarborOptions) -> Stage:
@@ -221,8 +227,8 @@ def local_stage(task: HarborTask, options: HarborOptions) -> Stage:
     files: dict[str, list[Entry]] = {}
     for entry in recipe.files:
         place = PurePosixPath(entry.name)
-        homes = [f for f in (*spec.writable, "/workspace") if place.is_relative_to(f) and str(place) != f]
-        if not homes and str(place) not in spec.writable:
+        homes = [f for f in (*spec.writable, *ALWAYS) if place.is_relative_to(f) and str(place) != f]
+        if not homes and str(place) not in (*spec.writable, *ALWAYS):
             raise ConfigError(
                 f"{task.dockerfile}: {place} is not in a writable folder; add one to env.options.writable"
             )
@@ -240,7 +246,7 @@ def image_stage(task: HarborTask, options: HarborOptions) -> Stage:
     found = harbor_image.facts(image)
     workdir = task.workdir or found.workdir or "/app"
     spec = _spec(task, options, workdir, {**found.env, **task.env}, image)
-    return Stage(spec, workdir, _image_files(image, (*spec.writable, "/workspace")))
+    return Stage(spec, workdir, _image_files(image, (*spec.writable, *ALWAYS)))
 
 
 @cache
@@ -252,7 +258,7 @@ def _image_files(image: str, folders: tuple[str, ...]) -> Mapping[str, Sequence[
 
 def _spec(task: HarborTask, options: HarborOptions, workdir: str, env: Mapping[str, str], image: str) -> Sandbox:
     wanted = [workdir, TESTS, LOGS, SOLUTION, *options.writable]
-    inside = [f for f in dict.fromkeys(wanted) if not f.startswith("/workspace")]
+    inside = [f for f in dict.fromkeys(wanted) if not any(PurePosixPath(f).is_relative_to(a) for a in ALWAYS)]
     outer = tuple(f for f in inside if not any(f != g and f.startswith(f"{g}/") for g in inside))
     memory_mb = task.memory_mb or options.memory_mb
     given = {"HOME": "/workspace", **env}
@@ -268,5 +274,5 @@ def _spec(task: HarborTask, options: HarborOptions, workdir: str, env: Mapping[s
         wall_s=task.agent_timeout_s or 600.0,
         pids=256,
         open_files=1024,
-        network=options.network,
+        network=options.network and task.network,
     )

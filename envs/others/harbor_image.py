@@ -125,6 +125,6 @@ def _entries(stream: Any, image: str, folder: str) -> list[Entry]:
                 found.append(Entry(packing.FOLDER, name, mode=member.mode & 0o777 | 0o700))
             elif member.issym():
                 found.append(Entry(packing.LINK, name, target=member.linkname.encode()))
-            elif member.isfile() and (content := tar.extractfile(member)) is not None:
+            elif (member.isfile() or member.islnk()) and (content := tar.extractfile(member)) is not None:
                 found.append(Entry(packing.FILE, name, content.read(), member.mode & 0o777 | 0o600))
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import TypeAlias, cast
 
 from agentrl.errors import ConfigError
 from agentrl.sandbox.inside import packing
+from agentrl.sandbox.inside.keeper import base_env
 from agentrl.sandbox.trees import Entry
 
 Table: TypeAlias = "Mapping[str, object]"
@@ -40,6 +42,7 @@ class HarborTask:
         image: the image to run; None: the one that `environment/Dockerfile` builds.
         workdir: working directory; None: that of the image or the Dockerfile.
         artifacts: paths carried into the verifier's sandbox; empty: everything in the writable folders.
+        network: whether it may have a network.
     """
 
     folder: Path
@@ -54,6 +57,7 @@ class HarborTask:
     memory_mb: int | None
     storage_mb: int | None
     cpus: float | None
+    network: bool
 
     @property
     def name(self) -> str:
@@ -107,9 +111,10 @@ def read_task(folder: Path) -> HarborTask:
         _variables(data, where, "verifier"),
         _number(data, where, "agent", "timeout_sec"),
         _number(data, where, "verifier", "timeout_sec") or 600.0,
-        _whole(_number(data, where, "environment", "memory_mb")),
-        _whole(_number(data, where, "environment", "storage_mb")),
+        _megabytes(data, where, "memory"),
+        _megabytes(data, where, "storage"),
         _number(data, where, "environment", "cpus"),
+        _at(data, "environment", "allow_internet") is not False,
     )
 
 
@@ -177,43 +182,97 @@ def read_dockerfile(path: Path) -> Recipe:
     for line in _instructions(path):
         name, _, rest = line.partition(" ")
         name = name.upper()
-        words = shlex.split(rest)
-        if name == "WORKDIR":
-            workdir = workdir / rest.strip().strip("\"'")
-        elif name == "ENV":
-            env |= dict(w.split("=", 1) for w in words) if "=" in words[0] else {words[0]: " ".join(words[1:])}
-        elif name in ("COPY", "ADD") and len(words) > 1 and not words[0].startswith("--"):
-            for entry in _copied(path, words[:-1], words[-1], workdir):
-                files[entry.name] = entry
-        elif name not in IGNORED:
-            raise ConfigError(f"{path}: {line[:60]!r} needs an image: use `options: {{backend: docker}}`")
+        try:
+            if name == "WORKDIR":
+                workdir = workdir / " ".join(_words(rest, env))
+            elif name == "ENV":
+                env |= _assigned(_words(rest, env))
+            elif name in ("COPY", "ADD") and not rest.strip().startswith("--"):
+                for entry in _copied(path, *_places(rest, env), workdir):
+                    files[entry.name] = entry
+            elif name not in IGNORED:
+                raise ConfigError(f"{path}: {line[:60]!r} needs an image: use `options: {{backend: docker}}`")
+        except ValueError as e:
+            raise ConfigError(
+                f"{path}: {line[:60]!r}: {e}; write it in another way, or use `options: {{backend: docker}}`"
+            ) from None
     return Recipe(tuple(files.values()), env, str(workdir))
 
 
 def _instructions(path: Path) -> Sequence[str]:
+    """The instructions, each on one line. Comments may stand between the lines of one."""
     try:
-        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+        text = path.read_text(encoding="utf-8")
     except OSError as e:
         raise ConfigError(f"{path}: {e.strerror}; a task needs it, or environment.docker_image") from e
     lines = (line.strip() for line in text.splitlines())
-    return [line for line in lines if line and not line.startswith("#")]
+    kept = "\n".join(line for line in lines if line and not line.startswith("#"))
+    return [line.strip() for line in kept.replace("\\\n", " ").splitlines()]
+
+
+_LITERAL = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\\$""", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?([-+])([^}]*))?\})")
+
+
+def _words(text: str, known: Mapping[str, str]) -> list[str]:
+    """The words of an instruction as Docker reads them, with quotes and variables. Raises ValueError."""
+
+    def hidden(part: re.Match[str]) -> str:
+        return part[0].replace("$" if part[0][0] == "'" else "\\$", "\0")
+
+    def value(found: re.Match[str]) -> str:
+        name = found[1] or found[2]
+        here = known.get(name) or (base_env("", "", {})["PATH"] if name == "PATH" else "")
+        instead = found[4] or ""
+        return {None: here, "-": here or instead, "+": instead if here else ""}[found[3]]
+
+    words = shlex.split(_LITERAL.sub(hidden, text))
+    if other := [word for word in words if "${" in _VARIABLE.sub("", word)]:
+        raise ValueError(f"cannot read {other[0]!r}")
+    return [_VARIABLE.sub(value, word).replace("\0", "$") for word in words]
+
+
+def _assigned(words: Sequence[str]) -> dict[str, str]:
+    """The variables of `ENV NAME=VALUE ...` or `ENV NAME VALUE`. Raises ValueError."""
+    if words and "=" not in words[0]:
+        words = [f"{words[0]}={' '.join(words[1:])}"] if len(words) > 1 else []
+    if not words or any("=" not in word for word in words):
+        raise ValueError("ENV needs NAME=VALUE")
+    return dict(word.split("=", 1) for word in words)
+
+
+def _places(rest: str, env: Mapping[str, str]) -> tuple[Sequence[str], str]:
+    """The sources and the target of COPY, as words or as a JSON list. Raises ValueError."""
+    found: object = json.loads(rest) if rest.strip().startswith("[") else _words(rest, env)
+    if not isinstance(found, list) or len(found) < 2 or not all(isinstance(item, str) for item in found):
+        raise ValueError("COPY needs sources and a target")
+    return found[:-1], found[-1]
 
 
 def _copied(dockerfile: Path, sources: Sequence[str], target: str, workdir: PurePosixPath) -> list[Entry]:
-    found: list[Entry] = []
+    root, place = dockerfile.parent.resolve(), workdir / target
+    paths: list[Path] = []
     for source in sources:
-        path = (dockerfile.parent / source.lstrip("/")).resolve()
-        if not path.exists() or not path.is_relative_to(dockerfile.parent.resolve()):
+        name = source.lstrip("/")
+        several = any(sign in name for sign in "*?[")
+        matching = sorted(root.glob(name)) if several else [(root / name).resolve()]
+        if not matching or any(not p.exists() or not p.resolve().is_relative_to(root) for p in matching):
             raise ConfigError(f"{dockerfile}: COPY {source}: no such file in {dockerfile.parent}")
-        place = workdir / target
+        paths += [path for path in matching if not several or path != root / dockerfile.name]
+    found: list[Entry] = []
+    for path in paths:
         if path.is_dir():
-            inside = [entry for entry in host_tree(path, str(place)) if entry.name != str(place / "Dockerfile")]
-            found += inside
+            found += [e for e in host_tree(path, str(place)) if e.name != str(place / "Dockerfile")]
             continue
-        if target.endswith(("/", ".")) or len(sources) > 1:
-            place = place / path.name
-        found.append(Entry(packing.FILE, str(place), path.read_bytes(), path.stat().st_mode & 0o755 | 0o600))
+        inside = place / path.name if target.endswith(("/", ".")) or len(paths) > 1 else place
+        found.append(Entry(packing.FILE, str(inside), path.read_bytes(), path.stat().st_mode & 0o755 | 0o600))
     return found
+
+
+def solution_variables(folder: Path) -> Mapping[str, str]:
+    """The variables of `solution/solve.sh`. Raises ConfigError."""
+    where = f"{folder}/task.toml"
+    return _variables(tomllib.loads(Path(where).read_text(encoding="utf-8")), where, "solution")
 
 
 def _at(data: Table, *keys: str) -> object:
@@ -239,8 +298,16 @@ def _number(data: Table, where: str, *keys: str) -> float | None:
     return float(value)
 
 
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
+def _megabytes(data: Table, where: str, name: str) -> int | None:
+    """`memory_mb = 2048`, or `memory = "2G"` of older tasks."""
+    number = _number(data, where, "environment", f"{name}_mb")
+    text = _text(data, where, "environment", name)
+    if number is not None or text is None:
+        return None if number is None else int(number)
+    found = re.fullmatch(r"(\d+)([KMG])i?B?", text.strip(), re.IGNORECASE)
+    if found is None or not int(found[1]):
+        raise ConfigError(f"{where}: environment.{name}: {text!r} must be a size such as '512M' or '2G'")
+    return max(1, int(found[1]) * {"K": 1, "M": 1 << 10, "G": 1 << 20}[found[2].upper()] >> 10)
 
 
 def _variables(data: Table, where: str, section: str) -> Mapping[str, str]:

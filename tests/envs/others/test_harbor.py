@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import random
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,9 @@ import pytest
 
 from agentrl.env.load import load_env
 from agentrl.env.play import Policy, ScriptedPolicy, call, play
-from agentrl.envs.others.harbor import solution_command
-from agentrl.envs.others.harbor_task import host_tree, read_dockerfile, read_rewards
+from agentrl.envs.others import harbor_image
+from agentrl.envs.others.harbor import HarborOptions, local_stage, solution_command
+from agentrl.envs.others.harbor_task import host_tree, read_dockerfile, read_rewards, read_task
 from agentrl.errors import ConfigError, RewardError
 from agentrl.sandbox import Sandbox, pool_for
 from agentrl.testing import check_env
@@ -122,6 +126,74 @@ async def test_only_artifacts_are_carried_if_the_task_names_some(tmp_path: Path)
     assert (await run(root, ["echo 8 > other"])).reward == 0.0
 
 
+async def scored(folder: Path, dockerfile: str, test: str, *typed: str, **options: Any) -> Any:
+    """Play a task whose test is a condition."""
+    test = f"if {test}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
+    given = {"task.toml": "", "instruction.md": "Do it.", "tests/test.sh": test, "environment/x.txt": "x\n"}
+    write(folder, {**given, "environment/Dockerfile": f"FROM x\n{dockerfile}\n"})
+    return await run(folder, typed, **options)
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "test", "typed"),
+    [
+        ("", "grep -q ok /tmp/out", "echo ok > /tmp/out"),
+        ("", "grep -q ok ~/out", "echo ok > ~/out"),
+        ("COPY x.txt /workspace/x.txt", "grep -q x /workspace/x.txt", "true"),
+        ("COPY x.txt /tmp/", "grep -q x /tmp/x.txt", "grep x /tmp/x.txt"),
+        ("WORKDIR /tmp/deep", "grep -q /tmp/deep out", "pwd > out"),
+        ("WORKDIR /workspaces/app", "grep -q /workspaces/app out", "pwd > out"),
+        ('WORKDIR "/app/my dir"', "grep -q '/app/my dir' '/app/my dir/out'", "pwd > out"),
+        ("ENV A=/data\nWORKDIR $A/x", "grep -q /data/x /data/x/out", "pwd > out"),
+        ("ENV PATH=/app/bin:$PATH", "[[ $PATH == /app/bin:*/usr/bin* ]]", "true"),
+    ],
+)
+async def test_work_in_every_writable_folder_reaches_the_tests(
+    tmp_path: Path, dockerfile: str, test: str, typed: str
+):
+    assert (await scored(tmp_path / "task", dockerfile, test, typed)).reward == 1.0
+
+
+async def test_the_tests_own_programs_do_not_load_packages_of_the_policys_home(tmp_path: Path):
+    plant = (
+        'd=$(python3 -m site --user-site); mkdir -p $d; echo \'open("/app/planted", "w")\' > $d/usercustomize.py'
+    )
+    test = "python3 -c pass && test ! -e /app/planted"
+    assert (await scored(tmp_path / "task", "", test, plant)).reward == 1.0
+
+
+async def test_a_large_solution_with_variables_is_run(tmp_path: Path):
+    folder = make_tasks(tmp_path, 1) / "sum-00"
+    (folder / "solution" / "data.bin").write_bytes(random.Random(0).randbytes(300_000))
+    (folder / "solution" / "solve.sh").write_text('test "$ANSWER" = "it\'s 8" && echo 8 > answer.txt\n')
+    with (folder / "task.toml").open("a") as toml:
+        toml.write('[solution]\nenv = {ANSWER = "it\'s 8"}\n')
+    env_class = harbor(folder)
+    task = env_class.tasks("train")[0]
+    assert (await play(env_class(), task, env_class.oracle(task))).reward == 1.0
+
+
+def test_sizes_and_networks_of_tasks(tmp_path: Path):
+    folder = make_tasks(tmp_path, 1) / "sum-00"
+    (folder / "task.toml").write_text("[environment]\nmemory = '2G'\nstorage = '512M'\nallow_internet = false\n")
+    task = read_task(folder)
+    spec = local_stage(task, HarborOptions(backend="namespace", network=True)).spec
+    assert (spec.memory_mb, spec.workspace_mb, spec.network) == (2048, 512, False)
+
+
+def test_hard_links_of_an_image_are_files():
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        tar.addfile(file := tarfile.TarInfo("app/a"), io.BytesIO(b""))
+        file.name, file.size = "app/b", 5
+        tar.addfile(file, io.BytesIO(b"hello"))
+        link = tarfile.TarInfo("app/c")
+        link.type, link.linkname = tarfile.LNKTYPE, "app/b"
+        tar.addfile(link)
+    found = harbor_image._entries([packed.getvalue()], "image", "/app")
+    assert {entry.name: entry.content for entry in found} == {"a": b"", "b": b"hello", "c": b"hello"}
+
+
 async def test_tests_without_a_reward_are_a_fault_that_says_why(tmp_path: Path):
     root = make_tasks(tmp_path, 1)
     (root / "sum-00" / "tests" / "test.sh").write_text("echo no such tool >&2; exit 3\n")
@@ -154,6 +226,31 @@ def test_a_dockerfile_is_followed(tmp_path: Path):
     assert "/all/Dockerfile" not in names
 
 
+def test_variables_lists_and_patterns_of_a_dockerfile(tmp_path: Path):
+    lines = [
+        "FROM x",
+        "ENV A=1 \\",
+        "# a note",
+        "    B='$A' C=\\$A D=\"it's $NONE-${A:-7}\"",
+        "ENV E=${A:-7}${N:-x}${A:+y} F two  words",
+        "ENV G two words of $A",
+        "WORKDIR /srv/$A",
+        'COPY ["my file.txt", "./"]',
+        "COPY *.sh /in",
+    ]
+    files = {"Dockerfile": "\n".join(lines), "my file.txt": "", "a.sh": "", "b.sh": ""}
+    with pytest.raises(ConfigError, match="ENV needs NAME=VALUE"):
+        read_dockerfile(write(tmp_path, files) / "Dockerfile")
+    files["Dockerfile"] = files["Dockerfile"].replace(" F two  words", "")
+    recipe = read_dockerfile(write(tmp_path, files) / "Dockerfile")
+    # A is not yet set in its own instruction.
+    assert recipe.env == {
+        "A": "1", "B": "$A", "C": "$A", "D": "it's -7", "E": "1xy", "G": "two words of 1"
+    }  # fmt: skip
+    assert recipe.workdir == "/srv/1"
+    assert {entry.name for entry in recipe.files} == {"/srv/1/my file.txt", "/in/a.sh", "/in/b.sh"}
+
+
 @pytest.mark.parametrize(
     ("file", "text", "said"),
     [
@@ -168,6 +265,13 @@ def test_a_dockerfile_is_followed(tmp_path: Path):
         ("task.toml", "[verifier.env]\nKEY = '${KEY}'", "without variables of the host"),
         ("task.toml", "artifacts = ['answer.txt']", "must be an absolute path"),
         ("task.toml", "x = ", "Invalid value"),
+        ("environment/Dockerfile", "FROM x\nENV", "'ENV': ENV needs NAME=VALUE"),
+        ("environment/Dockerfile", "FROM x\nENV A=${B%c}", "cannot read 'A=${B%c}'"),
+        ("environment/Dockerfile", "FROM x\nENV A='b", "No closing quotation"),
+        ("environment/Dockerfile", 'FROM x\nCOPY ["a"', "backend: docker"),
+        ("environment/Dockerfile", "FROM x\nCOPY *.none /app", "no such file"),
+        ("environment/Dockerfile", "FROM x\nCOPY --chown=a data /app", "needs an image"),
+        ("task.toml", "[environment]\nmemory = 'big'", "environment.memory: 'big' must be a size"),
         ("environment/Dockerfile", "FROM x\nRUN make", "'RUN make' needs an image"),
         ("environment/Dockerfile", "FROM x\nCOPY ../tests /app", "no such file"),
         ("environment/Dockerfile", "FROM x\nCOPY data /etc/data", "is not in a writable folder"),
