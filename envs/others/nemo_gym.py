@@ -8,9 +8,11 @@ it, is the reward.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import math
+import re
 import ssl
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +35,10 @@ from agentrl.types import Episode, Message, Role, ToolCall
 JsonObject: TypeAlias = "dict[str, object]"
 RESERVED = ("seed_session", "verify", "aggregate_metrics", "mcp")
 """Paths of the server that no tool may have."""
+UNAVAILABLE = (429, 502, 503, 504)
+"""Status codes of a server that is busy or not there; what the policy wrote does not cause them."""
+WAITS_S = (0.5, 1.0, 2.0, 4.0)
+"""How long to wait before each further request to such a server."""
 _ROLES: Mapping[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -95,13 +101,32 @@ class NemoGym(ToolEnv, Adapter):
         Raises:
             CallTimeout: no answer in time.
             InfraError: the server cannot be reached, or the connection is lost.
+            ConfigError: it redirects.
         """
         try:
-            return await self.http.post(f"/{path}", json=body, timeout=timeout_s)
+            answer = await self.http.post(f"/{path}", json=body, timeout=timeout_s)
         except httpx.TimeoutException:
             raise CallTimeout(f"no result after {timeout_s or math.inf:g} s") from None
         except httpx.HTTPError as e:
             raise InfraError(f"nemo_gym: {self.url}/{path}: {error_text(e)}") from e
+        if answer.is_redirect:
+            raise ConfigError(
+                f"nemo_gym: {self.url}/{path}: {answer.status_code}, a redirect to {answer.headers['location']}; "
+                "write the address that it leads to"
+            )
+        return answer
+
+    async def _verified(self, body: JsonObject) -> httpx.Response:
+        """The answer of `/verify`. A busy or absent server is asked again for some seconds. Raises InfraError."""
+        for wait_s in (*WAITS_S, 0.0):
+            try:
+                answer = await self.post("verify", body, self.options.verify_timeout_s)
+            except CallTimeout as e:
+                raise InfraError(f"nemo_gym: {self.url}/verify: {e}") from None
+            if answer.status_code not in UNAVAILABLE:
+                return answer
+            await asyncio.sleep(wait_s)
+        raise InfraError(f"nemo_gym: {self.url}/verify: {answer.status_code}: {answer.text[:300]}")
 
     @reward(timeout_s=600.0)
     async def verify(self, episode: Episode) -> Mapping[str, float]:
@@ -109,10 +134,7 @@ class NemoGym(ToolEnv, Adapter):
         row = dict(self.task.row)
         said = episode.messages[len(episode.messages) - _num_played(episode) :]
         body = {**row, "response": responses_object(said, _object(row["responses_create_params"]), episode.id)}
-        try:
-            answer = await self.post("verify", body, self.options.verify_timeout_s)
-        except CallTimeout as e:
-            raise InfraError(f"nemo_gym: {self.url}/verify: {e}") from None
+        answer = await self._verified(body)
         if answer.is_error:  # what the policy wrote may be the cause
             raise ValueError(f"{self.url}/verify: {answer.status_code}: {answer.text[:300]}")
         result = _object(answer.json())
@@ -137,8 +159,16 @@ class _RowTool:
 
     def __init__(self, env: NemoGym, tool: JsonObject) -> None:
         self._env, self.name = env, str(tool.get("name", ""))
-        if tool.get("type", "function") != "function" or not self.name.isidentifier() or self.name in RESERVED:
+        if tool.get("type", "function") != "function":
             raise ConfigError(f"task {env.task.id!r}: {json.dumps(tool)[:120]} is not a function tool of a server")
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", self.name):
+            raise ConfigError(
+                f"task {env.task.id!r}: tool {self.name!r}: a name may have only letters, digits, _ and -"
+            )
+        if self.name in RESERVED:
+            raise ConfigError(
+                f"task {env.task.id!r}: tool {self.name!r}: /{self.name} is a path of NeMo Gym's protocol"
+            )
         function = {k: v for k, v in tool.items() if k in ("name", "description", "parameters") and v}
         function.setdefault("parameters", {"type": "object", "properties": {}})
         self.schema: Mapping[str, object] = {"type": "function", "function": function}
@@ -181,6 +211,10 @@ def responses_object(said: Sequence[Message], params: JsonObject, name: str) -> 
     """The episode's messages as the object that the Responses API returns."""
     output: list[JsonObject] = []
     for number, message in enumerate(said):
+        if message.role == "user" or (message.role == "tool" and message.tool_call_id is None):
+            # Of a call that could not be parsed there is no item that its answer could belong to.
+            output.append({"type": "message", "role": "user", "content": plain_text(message.content)})
+            continue
         if message.role == "tool":
             answer = {"call_id": message.tool_call_id, "output": plain_text(message.content)}
             output.append({"type": "function_call_output", **answer})
@@ -190,8 +224,8 @@ def responses_object(said: Sequence[Message], params: JsonObject, name: str) -> 
             output.append({"type": "reasoning", "id": f"rs_{number}", "summary": summary})
         if text := plain_text(message.content):
             part = {"type": "output_text", "text": text, "annotations": []}
-            role, status = message.role, {"status": "completed", "id": f"msg_{number}"}
-            output.append({"type": "message", "role": role, "content": [part], **status})
+            status = {"status": "completed", "id": f"msg_{number}"}
+            output.append({"type": "message", "role": "assistant", "content": [part], **status})
         for call in message.tool_calls:
             given = dict(call.arguments) if isinstance(call.arguments, Mapping) else call.arguments
             arguments = json.dumps(given, ensure_ascii=False)

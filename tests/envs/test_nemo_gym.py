@@ -90,11 +90,14 @@ def counter_reward(episode: Episode) -> float:
 def loopback() -> Starlette:
     """The session-state example by its protocol, with faults on request."""
     counters: dict[str, int] = {}
+    busy = {"busy": 1, "gone": 1000}
 
     async def seed(request: Request) -> Response:
         row = await request.json()
         if row.get("fault") == "seed":
             return JSONResponse({"detail": "out of memory"}, 500)
+        if row.get("fault") == "moved":
+            return Response(status_code=307, headers={"location": "/elsewhere/seed_session"})
         session = uuid4().hex
         counters[session] = row["initial_count"]
         answer = JSONResponse({"mcp": {"url_path": "/mcp"}} if row.get("fault") == "mcp" else {})
@@ -117,6 +120,13 @@ def loopback() -> Starlette:
         for item in output:
             if item["type"] == "function_call":
                 json.loads(item["arguments"])
+            if item["type"] == "function_call_output" and not isinstance(item["call_id"], str):
+                return JSONResponse({"detail": "call_id"}, 422)
+            if item["type"] == "message" and item["role"] == "user" and not isinstance(item["content"], str):
+                return JSONResponse({"detail": "content"}, 422)
+        if busy.get(body.get("fault"), 0):
+            busy[body["fault"]] -= 1
+            return Response("later", 503)
         if body.get("fault") == "verify":
             return JSONResponse("KeyError('answer')", 500)
         reward = float(counters[request.cookies["session"]] == body["expected_count"])
@@ -124,7 +134,13 @@ def loopback() -> Starlette:
         more = {"reward_components": parts, "reward": sum(parts.values())} if body.get("parts") else {}
         return JSONResponse({**body, "reward": reward, "mask_sample": body.get("fault") == "mask", **more})
 
-    paths = {"seed_session": seed, "increment_counter": increment, "get_counter_value": value, "verify": verify}
+    paths = {
+        "get-counter-value": value,
+        "seed_session": seed,
+        "increment_counter": increment,
+        "get_counter_value": value,
+        "verify": verify,
+    }
     return Starlette(routes=[Route(f"/{name}", serve, methods=["POST"]) for name, serve in paths.items()])
 
 
@@ -177,11 +193,47 @@ async def test_parts_that_add_up_are_the_rewards(server: str):
         ("mask", InfraError, "mask_sample"),
         ("verify", RewardError, "KeyError"),
         ("mcp", ConfigError, "over MCP"),
+        ("gone", InfraError, "/verify: 503: later"),
+        ("moved", ConfigError, "/seed_session: 307, a redirect to /elsewhere/seed_session"),
     ],
 )
-async def test_faults_of_the_server(server: str, fault: str, error: type[Exception], text: str):
+async def test_faults_of_the_server(
+    server: str, fault: str, error: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("agentrl.envs.others.nemo_gym.WAITS_S", (0.0, 0.0))
     with pytest.raises(error, match=text):
         await play(nemo_gym(server)(), Task("t", {**counter_row(3), "fault": fault}), ScriptedPolicy([]))
+
+
+async def test_a_busy_verifier_is_asked_again(server: str):
+    task = Task("t", {**counter_row(3), "fault": "busy"})
+    assert (await play(nemo_gym(server)(), task, counter_oracle(task))).reward == 1.0
+
+
+def recovered(row: Mapping[str, Any]) -> Policy:
+    """An oracle whose first call cannot be parsed."""
+    added = row["expected_count"] - row["initial_count"]
+    unread = Message("assistant", parse_errors=("tool call 0: the arguments are not JSON",))
+    return ScriptedPolicy([unread, call("increment_counter", count=added), "done"])
+
+
+async def test_an_episode_with_a_call_that_cannot_be_parsed_earns_the_servers_reward(server: str):
+    (task,) = counter_tasks(1)
+    assert (await play(nemo_gym(server)(), task, recovered(task.row))).reward == 1.0
+
+
+async def test_names_of_tools(server: str):
+    def named(name: str) -> Task:
+        row = counter_row(0)
+        row["responses_create_params"]["tools"].append(function(name))
+        return Task("t", row)
+
+    script = ScriptedPolicy([call("get-counter-value")])
+    episode = await play(nemo_gym(server)(), named("get-counter-value"), script)
+    assert [m.content for m in episode.messages if m.role == "tool"] == ['{"count":0}']
+    for name, why in (("fs.read", "only letters, digits, _ and -"), ("verify", "a path of NeMo Gym's protocol")):
+        with pytest.raises(ConfigError, match=f"tool '{name}': .*{why}"):
+            await play(nemo_gym(server)(), named(name), ScriptedPolicy([]))
 
 
 async def test_a_connection_that_the_server_may_be_closing_is_not_used_again():
@@ -271,6 +323,8 @@ def serving(kind: str) -> Iterator[str]:
 @pytest.mark.slow
 async def test_200_episodes_of_the_packages_own_example():
     for url in serving("counter"):
+        (task,) = counter_tasks(1)
+        assert (await play(nemo_gym(url)(), task, recovered(task.row))).reward == 1.0
         played = await episodes(url, counter_tasks(200))
         assert [e.reward for e in played] == [counter_reward(e) for e in played]
         assert [e.reward for e in played[::3]] == [1.0] * 67
