@@ -2,8 +2,9 @@
 
 The typed action of a server becomes a tool with the fields of `/schema` as arguments (one tool per variant if the
 action is a union); the tools of an MCP environment are offered under their names. The sum of the server's step
-rewards is the reward. Actions that the server rejects are observations; a lost connection is an infrastructure
-failure.
+rewards is the reward. Actions that the server rejects are observations. A connection that is lost in an action may
+be the policy's doing: if a new session can be opened, that and every later action are observations; otherwise the
+server is down, which is an infrastructure failure.
 """
 
 from __future__ import annotations
@@ -248,7 +249,7 @@ def _mcp_actions(server: OpenEnvServer) -> Sequence[RemoteAction]:
 
 
 async def _list_tools(session: OpenEnvSession) -> Sequence[RemoteAction]:
-    listed = await session.step({"type": "list_tools"}, 30.0)
+    listed = await session.ask("step", {"type": "list_tools"}, 30.0)
     return [_mcp_action(tool) for tool in _objects(_object(listed.get("observation")).get("tools"))]
 
 

@@ -9,7 +9,7 @@ import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
 
 import httpx
 
@@ -27,6 +27,8 @@ Json: TypeAlias = "JsonObject | list[Json] | str | float | bool | None"
 
 MAX_BYTES = 100 << 20
 """Largest message of a server."""
+RESTART_S = (1.0, 2.0)
+"""How long to wait for a server that may be starting again."""
 _POLICY = ("VALIDATION_ERROR", "EXECUTION_ERROR")
 """Error codes that an action can cause; all others are the server's."""
 
@@ -88,7 +90,10 @@ class OpenEnvSession:
     _socket: ClientConnection | None = None
     _stale: int = 0
     """Answers that are still due to calls that timed out."""
+    _gone: str = ""
+    """Why actions no longer get answers."""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _reset: JsonObject = field(default_factory=dict)
 
     async def open(self, reset: JsonObject) -> JsonObject:
         """Connect and reset; a server whose sessions are all taken is asked again until the timeout.
@@ -96,6 +101,7 @@ class OpenEnvSession:
         Raises:
             InfraError: the server does not answer, has no free session, or cannot reset.
         """
+        self._reset = reset
         loop = asyncio.get_running_loop()
         deadline, wait_s = loop.time() + self.server.connect_timeout_s, 0.05
         while True:
@@ -136,11 +142,33 @@ class OpenEnvSession:
         """Take one action; the result has `observation`, `reward` and `done`.
 
         Raises:
-            ToolError: the server rejects the action.
+            ToolError: the server rejects the action, or has ended the session.
             CallTimeout: no answer in time.
-            InfraError: the connection is lost.
+            InfraError: the server is down: not even a new session can be opened.
         """
-        return await self.ask("step", action, timeout_s)
+        if self._gone:
+            raise ToolError(self._gone)
+        try:
+            return await self.ask("step", action, timeout_s)
+        except _Lost as e:
+            await self._lost(str(e))
+
+    async def _lost(self, problem: str) -> NoReturn:
+        """Handle a lost session, of which the action may be the cause. Raises ToolError if a new one opens."""
+        await self.close()
+        for wait_s in (*RESTART_S, None):
+            fresh = OpenEnvSession(self.server)
+            try:
+                await fresh.open(self._reset)
+                break
+            except InfraError as e:
+                if wait_s is None:
+                    raise InfraError(f"{problem}, and the server is down: {e}") from e
+                await asyncio.sleep(wait_s)
+            finally:
+                await fresh.close()
+        self._gone = "the server ended the session during an action and takes no more actions"
+        raise ToolError(self._gone)
 
     async def ask(self, kind: str, data: JsonObject, timeout_s: float | None) -> JsonObject:
         """Send a message and wait for its answer; see `step` for the errors."""
@@ -167,7 +195,7 @@ class OpenEnvSession:
         except TimeoutError:
             raise CallTimeout(f"no result after {timeout_s:g} s") from None
         except (ConnectionClosed, OSError) as e:
-            raise InfraError(f"openenv: {self.server.url}: the connection was lost in {kind}: {e}") from e
+            raise _Lost(f"openenv: {self.server.url}: the connection was lost in {kind}: {e}") from e
 
     def _read(self, answer: str | bytes) -> JsonObject:
         try:
@@ -198,6 +226,10 @@ class OpenEnvSession:
                 await socket.close()
         except (TimeoutError, ConnectionClosed, OSError):
             socket.transport.abort()
+
+
+class _Lost(InfraError):
+    """The connection ended."""
 
 
 class _Full(Exception):

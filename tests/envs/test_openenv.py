@@ -202,7 +202,16 @@ async def test_bad_actions_are_observations(guess: str, ledger: str):
 
 
 @needs_openenv
-async def test_a_lost_connection_is_infrastructure():
+async def test_an_action_that_ends_the_session_is_an_observation(guess: str):
+    policy = ScriptedPolicy([call("act", number=1, crash="x" * 17_000_000), call("act", number=9)])
+    episode = await play(openenv(guess)(), Task("t", {"split": "train", "index": 9}), policy)
+    seen = [str(m.content) for m in episode.messages if m.role == "tool"]
+    assert seen == ["Error: the server ended the session during an action and takes no more actions"] * 2
+    assert (episode.reward, episode.error) == (0.0, None)
+
+
+@needs_openenv
+async def test_a_server_that_goes_down_is_infrastructure():
     process, url = start("guess")
     try:
         with pytest.raises(InfraError, match="the connection was lost in step"):
