@@ -8,6 +8,7 @@ reward of the last step includes the episode's rewards.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -145,7 +146,10 @@ def read_action(action: str, turn: int = 0) -> Message:
 
 def _render_modes(env_id: str) -> Sequence[str]:
     """How a game can show itself. Most classes say so; only where one does not, a game is made to ask it."""
-    spec = gymnasium.spec(env_id)
+    module, _, name = env_id.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    spec = gymnasium.spec(name)
     maker = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
     of_class: Mapping[str, Sequence[str]] = getattr(maker, "metadata", {})
     if modes := of_class.get("render_modes"):
@@ -210,7 +214,7 @@ class GymnasiumEnv(ToolEnv):
 
     def _known_reader(self) -> ActionReader:
         """The reader of the game's actions; games with the same options have the same actions."""
-        made_by = getattr(gymnasium.registry.get(self.env_id), "entry_point", None)
+        made_by = getattr(gymnasium.registry.get(self.env_id.rpartition(":")[2]), "entry_point", None)
         key = (type(self), self.env_id, made_by, repr(sorted(self.make_options.items())), self.actions)
         if key not in _READERS:
             with contextlib.closing(self.make_game()) as game:
@@ -235,10 +239,14 @@ class GymnasiumEnv(ToolEnv):
         """Create the game, with text rendering if supported."""
         wanted = {**self.make_options, **options}
         try:
-            if "ansi" in _render_modes(self.env_id):
-                wanted.setdefault("render_mode", "ansi")
+            if "render_mode" not in wanted and "ansi" in _render_modes(self.env_id):
+                try:
+                    return gymnasium.make(self.env_id, render_mode="ansi", **wanted)
+                except TypeError as e:  # it declares ansi, but cannot be asked for it
+                    if "'render_mode'" not in str(e):
+                        raise
             return gymnasium.make(self.env_id, **wanted)
-        except (gymnasium.error.Error, TypeError) as e:
+        except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as e:
             raise ConfigError(f"gymnasium.make({self.env_id!r}): {e}") from e
 
     def more_tools(self) -> Sequence[BoundTool]:
@@ -338,10 +346,13 @@ def reader_of(space: spaces.Space[object], names: Sequence[str], env_id: str) ->
     if isinstance(space, spaces.MultiBinary) and len(space.shape) == 1:
         return _numbers("integer", [(0, 1)] * space.shape[0], space)
     if isinstance(space, spaces.Box) and 1 <= np.prod(space.shape) <= 16 and len(space.shape) == 1:
-        kind = "integer" if np.issubdtype(space.dtype, np.integer) else "number"
-        return _numbers(
-            kind, [(lo.item(), hi.item()) for lo, hi in zip(space.low, space.high, strict=True)], space
-        )
+        whole = np.issubdtype(space.dtype, np.integer)
+        # float(str(x)) is 0.9 for the limit 0.9 of float32, which as a number of Python is a little less.
+        bounds: list[tuple[float, float]] = [
+            (int(lo), int(hi)) if whole else (float(str(lo)), float(str(hi)))
+            for lo, hi in zip(space.low, space.high, strict=True)
+        ]
+        return _numbers("integer" if whole else "number", bounds, space)
     raise ConfigError(f"{env_id}: action space {space} cannot be played through a tool")
 
 
@@ -381,11 +392,14 @@ def _numbers(kind: str, bounds: Sequence[tuple[float, float]], space: spaces.Spa
         checked = [
             _number(v, kind, b, f"args.action[{i}]") for i, (v, b) in enumerate(zip(value, bounds, strict=True))
         ]
-        with np.errstate(over="ignore"):
-            action = np.asarray(checked, dtype=space.dtype)
-        if not np.isfinite(action).all():
-            raise InvalidArguments(f"args.action: too large for {space.dtype}, got {shorten(value)}")
-        return action
+        try:
+            with np.errstate(over="ignore"):
+                action = np.asarray(checked, dtype=space.dtype)
+            if np.isfinite(action).all():
+                return action
+        except OverflowError:  # a whole number beyond every float
+            pass
+        raise InvalidArguments(f"args.action: too large for {space.dtype}, got {shorten(value)}")
 
     return ActionReader(schema, read)
 

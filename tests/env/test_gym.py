@@ -269,3 +269,32 @@ def test_a_number_that_the_space_cannot_hold_is_refused():
     assert reader.read([1.5]).tolist() == [1.5]
     with pytest.raises(InvalidArguments, match="too large for float32"):
         reader.read([1e300])
+    with pytest.raises(InvalidArguments, match="too large for float32"):
+        reader.read([10**400])
+
+
+def test_the_limits_of_a_space_are_among_its_actions():
+    space = spaces.Box(-0.9, 0.9, (2,), np.float32)
+    reader = reader_of(space, (), "Box-v0")
+    assert reader.schema["items"] == {"type": "number", "minimum": -0.9, "maximum": 0.9}
+    assert space.contains(reader.read([0.9, -0.9]))
+    with pytest.raises(InvalidArguments, match=r"must be from -0\.9 to 0\.9"):
+        reader.read([0.90001, 0])
+
+
+def test_a_game_can_be_named_with_its_module(tmp_path, monkeypatch):
+    (tmp_path / "my_games.py").write_text(
+        "import gymnasium\nfrom tests.env.test_gym import Door\ngymnasium.register('Gate-v0', Door)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert GymnasiumEnv("my_games:Gate-v0").tools[0]["function"]["name"] == "act"
+    with pytest.raises(ConfigError, match="no_such_games"):
+        GymnasiumEnv("no_such_games:Gate-v0")
+
+
+def test_a_class_that_declares_ansi_without_an_argument_for_it_can_be_played():
+    class Mute(Door):
+        metadata = {"render_modes": ["ansi"]}  # noqa: RUF012
+
+    gymnasium.register("Mute-v0", Mute)
+    assert GymnasiumEnv("Mute-v0").game.render_mode is None
