@@ -341,8 +341,9 @@ def reader_of(space: spaces.Space[object], names: Sequence[str], env_id: str) ->
     if names:
         raise ConfigError(f"{env_id}: `actions` names the actions of a Discrete space, not of {space}")
     if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
-        bounds = [(int(s), int(s + n - 1)) for s, n in zip(space.start, space.nvec, strict=True)]
-        return _numbers("integer", bounds, space)
+        return _numbers(
+            "integer", [(int(s), int(s + n - 1)) for s, n in zip(space.start, space.nvec, strict=True)], space
+        )
     if isinstance(space, spaces.MultiBinary) and len(space.shape) == 1:
         return _numbers("integer", [(0, 1)] * space.shape[0], space)
     if isinstance(space, spaces.Box) and 1 <= np.prod(space.shape) <= 16 and len(space.shape) == 1:

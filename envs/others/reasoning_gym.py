@@ -82,10 +82,12 @@ class ReasoningGym(TextEnv, Adapter):
                 raise ConfigError(f"env.options.config.{key} has no effect: {instead}; remove it")
         cls.made = functools.lru_cache(maxsize=8)(cls.make)
         try:
-            cls.dataset(0)[0]
+            first = cls.dataset(0)[0]
         except (TypeError, AssertionError, ValueError, KeyError) as e:
             key = "datasets" if options.datasets else "config"
             raise ConfigError(f"env.options.{key} does not fit {cls.rest}: {e}") from e
+        if first["answer"] is None:
+            cls.oracle = None  # type: ignore[method-assign, assignment]
 
     made: Any = None
 
@@ -119,6 +121,8 @@ class ReasoningGym(TextEnv, Adapter):
 
     @classmethod
     def oracle(cls, task: Task) -> ScriptedPolicy:
-        """Answer with the dataset's own answer."""
+        """Answer with the dataset's own answer; datasets that only check answers have no oracle."""
         entry = cls.dataset(task.row["dataset_seed"])[task.row["index"]]
-        return ScriptedPolicy([f"<answer>{entry['answer'] or ''}</answer>"])
+        if entry["answer"] is None:
+            raise ConfigError(f"task {task.id!r}: the dataset has no answer, which an oracle needs")
+        return ScriptedPolicy([f"<answer>{entry['answer']}</answer>"])

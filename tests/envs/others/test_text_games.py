@@ -57,6 +57,14 @@ async def test_the_oracle_of_reasoning_gym_earns_everything_and_splits_differ():
     assert len(questions) > 35
 
 
+def test_a_dataset_without_answers_has_no_oracle(tmp_path):
+    pytest.importorskip("reasoning_gym")
+    assert load_env("reasoning_gym:rush_hour", {"size": 2}).oracle is None
+    config = config_of(tmp_path, "env: reasoning_gym:rush_hour\nwarmup: oracle")
+    with pytest.raises(ConfigError, match="rush_hour has no oracle"):
+        rehearse(config)
+
+
 async def test_a_game_keeps_the_global_generator_as_it_was():
     pytest.importorskip("textarena")
     env = load_env("textarena:2048-v0-ultra-easy")
