@@ -257,22 +257,30 @@ def _image_files(image: str, folders: tuple[str, ...]) -> Mapping[str, Sequence[
 
 
 def _spec(task: HarborTask, options: HarborOptions, workdir: str, env: Mapping[str, str], image: str) -> Sandbox:
+    """Raises ConfigError, with the task's folder, for a working directory that cannot be made writable."""
+    if PurePosixPath(workdir) == PurePosixPath("/"):
+        raise ConfigError(
+            f"{task.folder}: the working directory is /, which is read-only in a sandbox: set environment.workdir"
+        )
     wanted = [workdir, TESTS, LOGS, SOLUTION, *options.writable]
     inside = [f for f in dict.fromkeys(wanted) if not any(PurePosixPath(f).is_relative_to(a) for a in ALWAYS)]
     outer = tuple(f for f in inside if not any(f != g and f.startswith(f"{g}/") for g in inside))
     memory_mb = task.memory_mb or options.memory_mb
     given = {"HOME": "/workspace", **env}
-    return Sandbox(
-        backend=options.backend,
-        image=image,
-        writable=outer,
-        env=tuple(sorted(given.items())),
-        memory_mb=memory_mb,
-        workspace_mb=min(task.storage_mb or options.workspace_mb, memory_mb),
-        file_mb=min(task.storage_mb or options.workspace_mb, memory_mb),
-        cpus=task.cpus,
-        wall_s=task.agent_timeout_s or 600.0,
-        pids=256,
-        open_files=1024,
-        network=options.network and task.network,
-    )
+    try:
+        return Sandbox(
+            backend=options.backend,
+            image=image,
+            writable=outer,
+            env=tuple(sorted(given.items())),
+            memory_mb=memory_mb,
+            workspace_mb=min(task.storage_mb or options.workspace_mb, memory_mb),
+            file_mb=min(task.storage_mb or options.workspace_mb, memory_mb),
+            cpus=task.cpus,
+            wall_s=task.agent_timeout_s or 600.0,
+            pids=256,
+            open_files=1024,
+            network=options.network and task.network,
+        )
+    except ConfigError as e:
+        raise ConfigError(f"{task.folder}: {e}") from None

@@ -275,7 +275,12 @@ def test_variables_lists_and_patterns_of_a_dockerfile(tmp_path: Path):
         ("environment/Dockerfile", "FROM x\nRUN make", "'RUN make' needs an image"),
         ("environment/Dockerfile", "FROM x\nCOPY ../tests /app", "no such file"),
         ("environment/Dockerfile", "FROM x\nCOPY data /etc/data", "is not in a writable folder"),
-        ("environment/Dockerfile", "FROM x\nWORKDIR /usr/src", "/usr is reserved"),
+        (
+            "environment/Dockerfile",
+            "FROM x\nWORKDIR /usr/src",
+            "sum-00: sandbox writable='/usr/src': /usr is reserved",
+        ),
+        ("environment/Dockerfile", "FROM x\nWORKDIR /", "sum-00: the working directory is /"),
         ("environment/docker-compose.yaml", "services: {}", "several containers"),
     ],
 )
