@@ -20,7 +20,7 @@ def fork_server() -> ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["agentrl.engine.local.preload"])
-    resource_tracker.ensure_running()  # the server needs it, and its start ends with both signals unblocked
+    resource_tracker.ensure_running()  # the server needs it, and its start ends with the signals unblocked
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         ensure_running()

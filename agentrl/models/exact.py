@@ -21,7 +21,8 @@ def exact_tensors(directory: Path) -> frozenset[str]:
     Args:
         directory: of the model, with its config.json. Of a model that transformers does not know, there are none.
     """
-    if json.loads((directory / "config.json").read_bytes()).get("model_type") in PLAIN:
+    given = json.loads((directory / "config.json").read_bytes())
+    if not isinstance(given, dict) or given.get("model_type") in PLAIN:
         return frozenset()
     import torch
     from transformers import AutoModelForCausalLM

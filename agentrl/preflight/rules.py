@@ -167,7 +167,7 @@ def bypass(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
         text = "the ratios are against the sampler's own log-probabilities, which differ from the learner's"
         fix = "set algorithm.old_logprobs to learner"
         if algorithm.old_logprobs == "auto":
-            text += f", because episodes may be {config.rollout.max_staleness} steps old"
+            text += f", because episodes may be {_steps(config.rollout.max_staleness)} old"
             fix = "nothing, unless you want them corrected otherwise: then set algorithm.correction.importance"
         yield PlanFinding("PL09", "note", text, f"watch drift/mean_abs; {fix}")
     if (
@@ -175,8 +175,12 @@ def bypass(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
         and algorithm.correction.importance == "none"
         and algorithm.old_logprobs == "learner"
     ):
-        text = f"episodes may be {config.rollout.max_staleness} steps old and nothing corrects for it"
+        text = f"episodes may be {_steps(config.rollout.max_staleness)} old and nothing corrects for it"
         yield PlanFinding("PL09", "warning", text, "leave algorithm.old_logprobs to auto")
+
+
+def _steps(number: int) -> str:
+    return f"{number} step{'s' * (number > 1)}"
 
 
 def learning_rate(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
@@ -311,7 +315,8 @@ def named_machine(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFind
         fix = "lower learner.ranks or engine.server.replicas, or share the GPUs with engine.server.sleep"
         yield PlanFinding("PL17", "error", text, fix)
     elif needed < total:
-        text = f"{total - needed} of the {total} GPUs of {plan.machine} have no work"
+        has = "has" if total - needed == 1 else "have"
+        text = f"{total - needed} of the {total} GPUs of {plan.machine} {has} no work"
         yield PlanFinding("PL17", "warning", text, "raise learner.ranks or engine.server.replicas")
     if started and server.tensor_parallel > plan.machine.gpus:
         text = f"a server is split over {server.tensor_parallel} GPUs, and a node has {plan.machine.gpus}"

@@ -11,8 +11,8 @@ from agentrl.clean import visible
 
 
 class SafeConsole(Console):
-    """Shows the text of everything it prints as `visible` does; styles and its own control codes stay. A terminal
-    that is closed is no error: the run goes on."""
+    """Shows the text of everything it prints as `visible` does; styles and its own control codes stay. Output to a
+    closed terminal is dropped: it is not an error."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -71,9 +71,10 @@ def stop_requested(
     """Catch SIGINT, SIGTERM and SIGHUP while the block runs; the earlier handlers come back after it.
 
     The first signal makes the yielded request true and calls `tell` with a sentence for the user. The second one
-    raises KeyboardInterrupt in the main thread, unless it is a SIGHUP: a terminal that is closed may send several.
-    Where SIGHUP is ignored, as under nohup, it stays so. Outside of the main thread, signal handlers are not
-    changed; whoever made the request asks there.
+    raises KeyboardInterrupt in the main thread. A SIGHUP is never the second one, and what comes after it is the
+    first: a terminal that is closed may send several, and service managers send SIGTERM with it. Where SIGHUP is
+    ignored, as under nohup, it stays so. Outside of the main thread, signal handlers are not changed; whoever made
+    the request asks there.
 
     Args:
         tell: shows the sentence. A signal can arrive while the main thread is writing to the same stream, so this
@@ -90,12 +91,16 @@ def stop_requested(
 
     def handle(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if request.by is not None and number == signal.SIGHUP:
+        earlier = request.by
+        if earlier is not None and number == signal.SIGHUP:
             return
-        if request.by is not None:
+        if earlier not in (None, "SIGHUP"):
             raise KeyboardInterrupt(f"second {name}")
         request.by = name
-        thread = threading.Thread(target=request.ask, args=(name, "; once more to abort now"))
+        if earlier is not None:
+            return
+        hint = "" if number == signal.SIGHUP else "; once more to abort now"
+        thread = threading.Thread(target=request.ask, args=(name, hint))
         with suppress(RuntimeError):  # the system allows no more threads: the run ends without saying so
             thread.start()
             telling.append(thread)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
+import posixpath
 import shlex
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -41,6 +43,9 @@ from agentrl.types import Task
 LOGS = "/logs"
 TESTS = "/tests"
 SOLUTION = "/solution"
+TESTS_HOME = f"{TESTS}/.home"
+"""The home folder of the tests: that of the policy may hold files that programs load."""
+GUARDED = (LOGS, TESTS, SOLUTION, "/proc", "/dev", "/sys")
 ALWAYS = ("/workspace", "/tmp")
 """Folders that are writable in every sandbox."""
 MAX_FILES = 20_000
@@ -141,17 +146,21 @@ class Harbor(ToolEnv, Adapter):
     @reward(timeout_s=7200.0)
     async def tests(self) -> Mapping[str, float]:
         """What `tests/test.sh` writes in a fresh sandbox with the artifacts."""
-        carried = [await self._artifacts(path) for path in self.harbor.artifacts or self._carried()]
+        carried = await self._work()
         await self.box.reset()
         self._session = None
-        await self._place() if self.harbor.artifacts else await self._folders()
+        await self._place() if self.harbor.artifacts else await self.box.make_dir(self.stage.workdir)
         for folder, entries in carried:
             await self.box.put_entries(entries, folder)
         await self.box.put_entries(host_tree(self.harbor.folder / "tests"), TESTS)
+        with contextlib.suppress(FileNotFoundError):
+            await self.box.remove(f"{LOGS}/verifier", recursive=True)  # an artifact may contain it
+        for folder in (f"{LOGS}/verifier", TESTS_HOME):
+            await self.box.make_dir(folder)
         result = await self.box.run(
             ["bash", f"{TESTS}/test.sh"],
             cwd=self.stage.workdir,
-            env={"PYTHONNOUSERSITE": "1", **self.harbor.env, **self.harbor.test_env},
+            env={"HOME": TESTS_HOME, **self.harbor.env, **self.harbor.test_env},
             wall_s=self.harbor.test_timeout_s,
         )
         try:
@@ -160,25 +169,34 @@ class Harbor(ToolEnv, Adapter):
             said = (result.text() + result.error_text()).strip()[-300:]
             raise ValueError(f"{self.harbor.name}: {e}; test.sh ended with {result.outcome}: {said}") from None
 
-    async def _folders(self) -> None:
-        for folder in (f"{LOGS}/verifier", self.stage.workdir):
-            await self.box.make_dir(folder)
+    async def _work(self) -> Sequence[tuple[str, Sequence[Entry]]]:
+        """What the tests get of the policy's files, by folder; all together have the room of one folder.
+
+        Raises:
+            OSError: they are more, or cannot be read.
+        """
+        room, files, found = self.stage.spec.workspace_mb << 20, MAX_FILES, []
+        for path in self.harbor.artifacts or self._carried():
+            folder, entries = await self._artifacts(path, room, files)
+            room -= sum(len(entry.content) for entry in entries)
+            files -= len(entries)
+            found.append((folder, [entry for entry in entries if not leads_to_results(entry, folder)]))
+        return found
 
     def _carried(self) -> Sequence[str]:
         """The writable folders that hold work, not tests or their results."""
         own = [folder for folder in self.stage.spec.writable if folder not in (LOGS, TESTS, SOLUTION)]
         return [*own, f"{LOGS}/artifacts", *ALWAYS]
 
-    async def _artifacts(self, path: str) -> tuple[str, Sequence[Entry]]:
+    async def _artifacts(self, path: str, most: int, most_files: int) -> tuple[str, Sequence[Entry]]:
         """The files below a path, or the file there, with the folder they belong to."""
-        most = self.stage.spec.workspace_mb << 20
         try:
             found = await self.box.stat(path)
             if found.kind == "file":
                 content = await self.box.read_file(path, max_bytes=most)
                 place = PurePosixPath(path)
                 return str(place.parent), [Entry(packing.FILE, place.name, content, found.mode & 0o777)]
-            return path, await self.box.get_entries(path, max_bytes=most, max_files=MAX_FILES)
+            return path, await self.box.get_entries(path, max_bytes=most, max_files=most_files)
         except FileNotFoundError:
             return path, []
 
@@ -201,6 +219,21 @@ class Harbor(ToolEnv, Adapter):
     def oracle(cls, task: Task) -> ScriptedPolicy:
         """Run the task's `solution/solve.sh`."""
         return ScriptedPolicy([call("shell", command=solution_command(Path(task.row["folder"]))), "It is done."])
+
+
+def leads_to_results(entry: Entry, folder: str) -> bool:
+    """Whether an entry below a folder is a link that may lead to the tests or their results.
+
+    Tests that write a file of their own where such a link is would write these.
+    """
+    if entry.kind != packing.LINK:
+        return False
+    target = PurePosixPath(entry.target.decode("utf-8", "surrogateescape"))
+    ups = [number for number, part in enumerate(target.parts) if part == ".."]
+    if ups != list(range(len(ups))):  # a step up from behind another link leads anywhere
+        return True
+    place = posixpath.normpath(PurePosixPath(folder, entry.name).parent / target)
+    return place == "/" or any(PurePosixPath(place).is_relative_to(one) for one in GUARDED)
 
 
 def solution_command(folder: Path) -> str:

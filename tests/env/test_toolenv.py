@@ -621,3 +621,25 @@ def test_a_tool_may_be_called_as_a_part_of_the_env_is():
             return "closed"
 
     assert [t["function"]["name"] for t in Door().tools] == ["close"]
+
+
+def test_a_toolbox_class_may_get_tools_after_its_first_use():
+    class Box:
+        @tool
+        def early(self) -> int:
+            return 1
+
+    assert [one.name for one in toolbox_tools(Box())] == ["early"]
+
+    def late(self, number: int) -> int:
+        return number
+
+    Box.late = tool(late)  # type: ignore[attr-defined]
+    assert [one.name for one in toolbox_tools(Box())] == ["early", "late"]
+
+    def early(self, text: str) -> str:
+        return text
+
+    Box.early = tool(early)  # type: ignore[method-assign, assignment]
+    parameters = [one.schema["function"]["parameters"]["properties"].keys() for one in toolbox_tools(Box())]
+    assert parameters == [{"text"}, {"number"}]

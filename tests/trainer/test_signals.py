@@ -42,9 +42,12 @@ def test_a_closed_terminal_asks_and_never_aborts():
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGHUP)  # of the shell, and of the kernel
         assert stop.by == "SIGHUP"
+        os.kill(os.getpid(), signal.SIGTERM)  # of a service manager, with the same wish
+        assert stop.by == "SIGTERM"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
     assert len(told) == 1
+    assert "once more" not in told[0]
     assert signal.getsignal(signal.SIGHUP) is before
 
 

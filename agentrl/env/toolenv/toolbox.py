@@ -6,9 +6,9 @@ plain or async, run at the start and the end of the episode.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 from agentrl.env.toolenv.declare import TOOL_MARK
 from agentrl.env.toolenv.dispatch import BoundTool, call_function
@@ -24,21 +24,30 @@ def toolbox_tools(toolbox: object) -> list[BoundTool]:
         ConfigError: there are no tools, or one has no valid schema.
     """
     cls: type = type(toolbox)
-    return [spec.bind(toolbox) for spec in _toolbox_spec(cls)]
-
-
-@functools.cache
-def _toolbox_spec(cls: type) -> tuple[ToolSpec, ...]:
-    check_methods(cls)
-    tools: list[ToolSpec] = []
+    marked: dict[str, Callable[..., object]] = {}
     for attribute in dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base)):
         function = getattr(cls, attribute, None)
-        mark = getattr(function, TOOL_MARK, None)
-        if function is not None and mark is not None:
-            tools.append(tool_spec(attribute, function, mark, place_of(function, cls, attribute)))
-    if not tools:
+        if function is not None and hasattr(function, TOOL_MARK):
+            marked[attribute] = function
+    known = _READ.get(cls)
+    if known is None or known[0] != marked:
+        known = _READ[cls] = marked, _read(cls, marked)
+    return [spec.bind(toolbox) for spec in known[1]]
+
+
+def _read(cls: type, marked: _Marked) -> Sequence[ToolSpec]:
+    check_methods(cls)
+    if not marked:
         raise ConfigError(f"tools: class {cls.__name__} has no @tool method")
-    return tuple(tools)
+    return [
+        tool_spec(attribute, function, getattr(function, TOOL_MARK), place_of(function, cls, attribute))
+        for attribute, function in marked.items()
+    ]
+
+
+_Marked: TypeAlias = Mapping[str, Callable[..., object]]
+_READ: WeakKeyDictionary[type, tuple[_Marked, Sequence[ToolSpec]]] = WeakKeyDictionary()
+"""The tools of each class: reading them takes milliseconds, and every episode makes a toolbox."""
 
 
 async def begin(toolboxes: Sequence[Any], timeout_s: float) -> None:

@@ -120,7 +120,9 @@ class ServedTaskset(vf.Taskset[ServedTask, ServedConfig]):  # type: ignore[misc,
                     continue
                 yield self._task(index, messages, url)
             if at == 0 and skipped and all(isinstance(messages, vf.SandboxError) for messages in opened):
-                raise RuntimeError(f"{SETTINGS['name']}: none of the first {len(opened)} tasks: {skipped}")
+                raise RuntimeError(
+                    f"{SETTINGS['name']}: none of the first {len(opened)} tasks can be set up; the last: {skipped}"
+                )
 
     def _task(self, index: int, messages: list[dict[str, Any]], url: str) -> ServedTask:
         split = self.config.split

@@ -138,7 +138,7 @@ async def scored(folder: Path, dockerfile: str, test: str, *typed: str, **option
     ("dockerfile", "test", "typed"),
     [
         ("", "grep -q ok /tmp/out", "echo ok > /tmp/out"),
-        ("", "grep -q ok ~/out", "echo ok > ~/out"),
+        ("", "grep -q ok /workspace/out", "echo ok > ~/out; ln -s out ~/again; ln -s ../tmp ~/up"),
         ("COPY x.txt /workspace/x.txt", "grep -q x /workspace/x.txt", "true"),
         ("COPY x.txt /tmp/", "grep -q x /tmp/x.txt", "grep x /tmp/x.txt"),
         ("WORKDIR /tmp/deep", "grep -q /tmp/deep out", "pwd > out"),
@@ -160,6 +160,45 @@ async def test_the_tests_own_programs_do_not_load_packages_of_the_policys_home(t
     )
     test = "python3 -c pass && test ! -e /app/planted"
     assert (await scored(tmp_path / "task", "", test, plant)).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("test", "typed"),
+    [
+        ("source ~/.local/bin/env", "mkdir -p ~/.local/bin; echo 'echo 1 > $LOG; exit 0' > ~/.local/bin/env"),
+        ("echo 1 > /tmp/result", "ln -s $LOG /tmp/result"),
+        ("echo 1 > /tmp/result", "ln -s ../logs/verifier/reward.json /tmp/result"),
+        ("echo 1 > /tmp/result", "ln -s / /tmp/root; ln -s root$LOG /tmp/result"),
+        ("echo 1 > /tmp/result", "ln -s /proc/self/root$LOG /tmp/result"),
+        ("echo 1 > /tmp/result", "ln -s /app /tmp/in; ln -s in/..$LOG /tmp/result"),
+        ("echo 1 > out/reward.json", "ln -s /logs/verifier out"),
+    ],
+)
+async def test_no_file_of_the_policy_leads_the_tests_to_the_reward(tmp_path: Path, test: str, typed: str):
+    log = "/logs/verifier/reward.json"
+    folder = make_tasks(tmp_path, 1) / "sum-00"
+    script = f"({test.replace('$LOG', log)}) 2>/dev/null || true; echo 0 > /logs/verifier/reward.txt\n"
+    (folder / "tests" / "test.sh").write_text(script)
+    assert (await run(folder, [typed.replace("$LOG", log)])).reward == 0.0
+
+
+async def test_artifacts_do_not_bring_a_reward(tmp_path: Path):
+    folder = make_tasks(tmp_path, 1) / "sum-00"
+    toml = (folder / "task.toml").read_text()
+    (folder / "task.toml").write_text('artifacts = ["/logs", "/app", "/app/out"]\n' + toml)
+    (folder / "tests" / "test.sh").write_text("echo 0 > /logs/verifier/reward.txt\n")
+    plant = (
+        "ln -s /logs/verifier out; mkdir -p /logs/verifier; echo '{\"reward\": 1}' > /logs/verifier/reward.json"
+    )
+    assert (await run(folder, [plant])).reward == 0.0
+
+
+async def test_all_files_of_the_policy_together_have_one_limit(tmp_path: Path):
+    folder = make_tasks(tmp_path, 1) / "sum-00"
+    write = "truncate -s 3M /tmp/a b; echo 8 > answer.txt"  # sparse: they take no room on the sandbox's disk
+    assert (await run(folder, [write], workspace_mb=8)).reward == 1.0
+    with pytest.raises(RewardError, match="more than"):
+        await run(folder, [write], workspace_mb=4)
 
 
 async def test_a_large_solution_with_variables_is_run(tmp_path: Path):
