@@ -63,7 +63,8 @@ def export(
         sys.stdout.buffer.writelines(data)
     else:
         write_atomic(out, data)
-    left_out = "".join(f"; {count} {reason}" for reason, count in chosen.left_out.items())
+    left_out = "; ".join(f"{count} {reason}" for reason, count in chosen.left_out.items())
+    left_out = f"; left out: {left_out}" if left_out else ""
     print(f"{next(count)} episodes" + (f" to {out}" if out else "") + left_out, file=sys.stderr)
 
 

@@ -124,6 +124,7 @@ def _print(compared: Json) -> None:
     from rich.table import Table
 
     from agentrl.reporting.safe_console import SafeConsole
+    from agentrl.view.run_page import LAST_STEPS
 
     console = SafeConsole()
     ids = [run["id"] for run in compared["runs"]]
@@ -139,7 +140,7 @@ def _print(compared: Json) -> None:
     console.print(table)
     tasks, lost = compared["tasks"], len(compared["regressions"])
     if not tasks:
-        console.print("\nno task in common")
+        console.print(f"\nno task in common in the last {LAST_STEPS} steps of each")
         return
     console.print(f"\n{len(tasks)} tasks in common, {lost} with a lower reward in {ids[-1]}", markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -189,7 +189,7 @@ class RunReader:
     @property
     def status(self) -> str:
         """`running`, `finished` or `stopped`."""
-        if self.summary.get("finished"):
+        if self.summary.get("finished") or (self.path / "results.json").is_file():  # of an evaluation
             return "finished"
         return "running" if self._held() else "stopped"
 

@@ -232,6 +232,7 @@ def test_what_eval_plays(trained: Path, tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "mine.py").write_text("")
     subject, config, base = find(Path("step-2"), f"{tmp_path}/mine.py:Mine", ["rollout.max_turns=3"])
     assert subject.checkpoint == Path("step-2")
+    assert base == run / "eval", "the run deletes old checkpoints, with all that is in them"
     assert config.env.use == f"{tmp_path}/mine.py:Mine"
     assert config.rollout.max_turns == 3
     with pytest.raises(ConfigError, match="is a model outside of a run; name what it plays: --env"):
