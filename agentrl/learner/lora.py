@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from agentrl.config.run import LoRAConfig, RunConfig
 from agentrl.errors import ConfigError
-from agentrl.learner.shard import World, whole
+from agentrl.learner.shard import World, settle, whole
 from agentrl.models.model_config import read_config
 from agentrl.models.tiny import tiny_config
 from agentrl.suggest import did_you_mean
@@ -149,6 +149,7 @@ def merged_weights(model: nn.Module, world: World) -> dict[str, Tensor]:
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     """The adapter's own matrices in host memory, named as peft names them in a file; every rank must ask."""
+    settle(model)  # a pass without a gradient leaves what it gathered, in the precision of the computation
     return {
         "base_model.model." + name.replace(f".{_NAME}.", "."): whole(tensor).to("cpu", copy=True).contiguous()
         for name, tensor in model.named_parameters()

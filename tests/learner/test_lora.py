@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import warnings
@@ -96,6 +97,29 @@ def test_the_adapter_is_one_of_peft(
         theirs = padded_logprobs(model, samples)
     for ours, row in zip(learner.probe(samples), theirs, strict=True):
         assert torch.allclose(torch.tensor(ours), row, atol=1e-4)
+
+
+def test_scoring_does_not_change_the_adapter_that_is_sent(policy_dir: Path, tmp_path: Path):
+    model = AutoModelForCausalLM.from_pretrained(policy_dir, tie_word_embeddings=False)
+    model.save_pretrained(tmp_path)
+    learner = DirectLearner(
+        tmp_path,
+        algorithm=AlgorithmConfig(),
+        optim=OptimConfig(lr=1e-2, warmup_steps=0),
+        config=LearnerConfig(
+            device="cpu", precision="bfloat16", lora={"rank": 4, "targets": ["q_proj", "lm_head"]}
+        ),
+        temperature=1.0,
+        total_steps=8,
+        reference_dir=tmp_path,
+    )
+    with contextlib.closing(learner):
+        learner.step(make_batch(0))
+        before = {name: tensor.clone() for name, tensor in learner.adapter().items()}
+        learner.probe(make_batch(1))
+        after = learner.adapter()
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+        assert {tensor.dtype for tensor in after.values()} == {torch.float32}
 
 
 def test_going_on_is_the_same_to_the_bit(trained: tuple[DirectLearner, Path], policy_dir: Path):
