@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError
-
-PLAIN = ("llama", "mistral", "qwen2", "qwen3")
-"""Families without such tensors; of others, the class of the model is asked."""
+from agentrl.models.folder import PLAIN_DECODERS
 
 
 def exact_tensors(directory: Path) -> frozenset[str]:
@@ -22,7 +20,7 @@ def exact_tensors(directory: Path) -> frozenset[str]:
         directory: of the model, with its config.json. Of a model that transformers does not know, there are none.
     """
     given = json.loads((directory / "config.json").read_bytes())
-    if not isinstance(given, dict) or given.get("model_type") in PLAIN:
+    if not isinstance(given, dict) or given.get("model_type") in PLAIN_DECODERS:  # they have none
         return frozenset()
     import torch
     from transformers import AutoModelForCausalLM

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from agentrl.errors import ConfigError
 
+PLAIN_DECODERS = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types (config.json) without experts, buffers that are saved, or layers other than attention and MLP."""
+
 
 def check_model_folder(directory: str | Path, where: str) -> None:
     """Check that a folder contains a model; `where` names it in errors.

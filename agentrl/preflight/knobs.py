@@ -1,4 +1,4 @@
-"""Settings that may make a step shorter, each tried in a plan of its own."""
+"""Settings that may shorten a step; each is tried in a separate plan."""
 
 from __future__ import annotations
 

@@ -144,14 +144,14 @@ def memory_phases(
     weights = {"reward model": FLOAT32 * models.scorer}
     if scorer.workers:
         return [*phases, Phase("scoring", "each of its workers", weights)]
-    beside = [phase for phase in phases if phase.where == HERE]
-    if not beside or (gpu and scorer.device == "cpu"):
+    sharing = [phase for phase in phases if phase.where == HERE]
+    if not sharing or (gpu and scorer.device == "cpu"):
         return [*phases, Phase("scoring", HERE, weights)]
-    return [Phase(p.name, p.where, p.parts | weights) if p in beside else p for p in phases]
+    return [Phase(p.name, p.where, p.parts | weights) if p in sharing else p for p in phases]
 
 
 def _rollout(config: RunConfig, models: Models, cache: Cache, memory: int | None, gpu: bool) -> Phase:
-    """Memory of one engine; servers that take turns with the learner are beside what it holds."""
+    """Memory of one engine; where servers take turns with the learner, what it holds is counted too."""
     shape, engine = models.policy, config.engine
     split = engine.server.tensor_parallel
     parts = {"weights": _server_weights(config, shape)}

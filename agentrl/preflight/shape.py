@@ -12,7 +12,7 @@ from typing import Any
 from agentrl.config.run import OptimizerState, TinyModel
 from agentrl.errors import ConfigError
 from agentrl.learner.moments import moment_bytes
-from agentrl.models.folder import check_model_folder
+from agentrl.models.folder import PLAIN_DECODERS, check_model_folder
 
 FLOAT32, BFLOAT16 = 4, 2
 
@@ -197,7 +197,7 @@ class ModelShape:
 _AT_LEAST_ONE = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
 )  # fmt: skip
-KNOWN = ("llama", "mistral", "qwen2", "qwen3")
+KNOWN = PLAIN_DECODERS
 """Families that are counted by arithmetic: transformers, which counts all others, takes seconds to import."""
 
 

@@ -224,7 +224,7 @@ class Harbor(ToolEnv, Adapter):
 def leads_to_results(entry: Entry, folder: str) -> bool:
     """Whether an entry below a folder is a link that may lead to the tests or their results.
 
-    Tests that write a file of their own where such a link is would write these.
+    A test that writes to the path of such a link would overwrite these.
     """
     if entry.kind != packing.LINK:
         return False

@@ -229,7 +229,7 @@ def test_kl_cov_takes_the_largest():
 
 
 def test_kl_cov_does_not_follow_rounding():
-    """Before the first change, log-ratios are rounding of either sign: the gradient is that of -A r alone."""
+    """Before the first change, log-ratios are rounding errors, which must not reach the gradient."""
     old_T = torch.full((4,), -1.5)
     noise_T = torch.tensor([1e-6, -1e-6, 3e-5, 0.2])
     new_T = (old_T + noise_T).requires_grad_()

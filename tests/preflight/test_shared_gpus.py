@@ -52,7 +52,7 @@ def phase(found: Plan, name: str) -> Any:
         (("engine.server.gpu_memory_utilization=0.95", "engine.max_slots=2"), 0, False),
     ],
 )
-def test_servers_that_take_turns_are_beside_all_that_the_learner_keeps(
+def test_sleeping_servers_share_memory_with_all_that_the_learner_keeps(
     tmp_path: Path, settings: tuple[str, ...], more: int, fits: bool
 ):
     found = plan(tmp_path, LONG, "8xH100", *settings)
@@ -63,17 +63,17 @@ def test_servers_that_take_turns_are_beside_all_that_the_learner_keeps(
     assert ("PL01" in errors(found)) is not fits
 
 
-def test_a_classifier_of_the_run_is_beside_engine_and_learner(tmp_path: Path):
+def test_a_classifier_in_the_run_shares_memory_with_engine_and_learner(tmp_path: Path):
     scorer = folder(tmp_path / "scorer", "8b")
     own = json.loads((scorer / "config.json").read_text()) | {"architectures": ["Qwen3ForSequenceClassification"]}
     (scorer / "config.json").write_text(json.dumps(own))
     model = ("reward_model.kind=classifier", f"reward_model.path={scorer}")
-    without, beside = plan(tmp_path, LORA, "H100"), plan(tmp_path, LORA, "H100", *model)
-    weights = phase(beside, "both").parts["reward model"]
-    assert phase(beside, "both").total == phase(without, "both").total + weights
+    without, shared = plan(tmp_path, LORA, "H100"), plan(tmp_path, LORA, "H100", *model)
+    weights = phase(shared, "both").parts["reward model"]
+    assert phase(shared, "both").total == phase(without, "both").total + weights
     assert weights == pytest.approx(4 * 7.57e9, rel=0.01), "8B without the output layer"
     assert not errors(without)
-    assert "both needs 85" in errors(beside)["PL01"]
+    assert "both needs 85" in errors(shared)["PL01"]
     apart = plan(tmp_path, LORA, "2xH100", *model, "reward_model.workers=1")
     assert phase(apart, "scoring").parts == {"reward model": weights}
     assert not errors(apart)
