@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -18,6 +19,7 @@ class Format(StrEnum):
 
     OPENAI = "openai"
     HF = "hf"
+    TOKENS = "tokens"
     JSONL = "jsonl"
 
 
@@ -27,7 +29,10 @@ def export(
     ],
     format: Annotated[
         Format,
-        typer.Option(help="openai: chat rows as JSON lines; hf: the same as parquet; jsonl: the whole records."),
+        typer.Option(
+            help="openai: chat rows as JSON lines; hf: the same as parquet; tokens: the exact tokens and their "
+            "labels as parquet; jsonl: the whole records."
+        ),
     ] = Format.OPENAI,
     out: Annotated[
         Path | None, typer.Option("--out", help="File to write. [default: stdout]", show_default=False)
@@ -52,8 +57,10 @@ def export(
     from agentrl.eval.finetune_rows import export as export_records
     from agentrl.run_folder.files import write_atomic
 
-    if format is Format.HF and out is None:
-        raise ConfigError("--format hf writes parquet: name the file with --out FILE.parquet")
+    if format in (Format.HF, Format.TOKENS) and out is None:
+        raise ConfigError(f"--format {format.value} writes parquet: name the file with --out FILE.parquet")
+    if min_reward is not None and math.isnan(min_reward):
+        raise ConfigError("--min-reward nan: no reward is at least nan; give a number")
     if out is not None:
         new_file(out)
     chosen = Selection(_steps(steps), min_reward, solved, malformed, baselines)

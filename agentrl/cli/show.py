@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -147,6 +147,8 @@ def _found(run: Path, query: Query) -> tuple[int, list[EpisodeRecord]]:
     found = index.search(query)
     if found.cut and query.text:
         print(f"{found.cut} episodes: only the first {MAX_TEXT:,} characters were searched", file=sys.stderr)
+    if not found.total and (hint := _unknown_calls(query, index.calls())):
+        print(visible(hint), file=sys.stderr)
     wanted = {(hit.step, hit.episode) for hit in found.hits}
     records = {
         (step, record.episode.id): record
@@ -156,6 +158,19 @@ def _found(run: Path, query: Query) -> tuple[int, list[EpisodeRecord]]:
     }
     keys = [(hit.step, hit.episode) for hit in found.hits]
     return found.total, [records[key] for key in keys if key in records]
+
+
+def _unknown_calls(query: Query, calls: Collection[tuple[str, str]]) -> str:
+    """What to say of a tool or an outcome that no call of the run has; empty if both occur."""
+    from agentrl.suggest import did_you_mean
+
+    tools, outcomes = ({call[place] for call in calls} for place in (0, 1))
+    for name, wanted, seen in (("--tool", query.tool, tools), ("--outcome", query.outcome, outcomes)):
+        if wanted is not None and wanted not in seen:
+            there = f"there are {', '.join(sorted(seen))}" if seen else "this run has no calls"
+            hint = did_you_mean(wanted, sorted(seen), otherwise=there)
+            return f"{name} {wanted}: no call in this run has it; {hint}"
+    return ""
 
 
 def _print(records: Sequence[EpisodeRecord], total: int, num: int, where: str | None, as_json: bool) -> None:

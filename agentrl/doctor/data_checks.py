@@ -52,6 +52,21 @@ def leaked(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
+def damaged(evidence: Evidence) -> Iterator[Finding]:
+    """Files of episodes that cannot be read to their end."""
+    read = len(evidence.episodes)
+    for step, reason in evidence.damaged.items():
+        yield Finding(
+            "episodes-damaged",
+            "warning",
+            f"the episodes of step {step} cannot be read to their end ({reason}); what is found here rests on the "
+            f"{read} episodes that can",
+            "this file: restore it from a copy if there is one; training does not need it",
+            step=step,
+            why="a run writes each of these files whole or not at all, so it was changed or cut later",
+        )
+
+
 def duplicates(evidence: Evidence) -> Iterator[Finding]:
     """The same task under several ids."""
     digests = _digests(evidence, "train")
@@ -303,5 +318,5 @@ def _contains(text: str, part: str) -> bool:
     return re.search(rf"(?<![\w.]){re.escape(part)}(?![\w]|\.\d)", text) is not None
 
 
-CHECKS = (leaked, duplicates)
+CHECKS = (leaked, damaged, duplicates)
 ENV_CHECKS = (answer_in_sight,)

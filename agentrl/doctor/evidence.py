@@ -175,6 +175,8 @@ class Evidence:
     reader: RunReader
     upto: int | None = None
     env: str = ""
+    damaged: dict[int, str] = field(default_factory=dict)
+    """Why the episodes of a step could not be read to their end; filled when `episodes` is read."""
     _tokens: dict[int, dict[str, TokenColumns]] = field(default_factory=dict)
 
     @classmethod
@@ -236,7 +238,7 @@ class Evidence:
         names = sorted({played.env for played in self.episodes})
         if len(names) < 2:
             return [self]
-        views = [Evidence(self.reader, self.upto, name, self._tokens) for name in names]
+        views = [Evidence(self.reader, self.upto, name, self.damaged, self._tokens) for name in names]
         for view in views:
             view.episodes = [played for played in self.episodes if played.env == view.env]
         return views
@@ -293,8 +295,8 @@ class Evidence:
                 tokens += sum(len(segment["ids"]) for segment in record["episode"].get("segments", ()))
                 if not record.get("set_aside") and not record.get("baseline"):
                     yield Played(step, int(record["group"]), record.get("advantages") or (), record["episode"])
-        except (CheckpointError, ValueError):
-            return
+        except (CheckpointError, ValueError) as e:
+            self.damaged[step] = (str(e).splitlines() or [type(e).__name__])[0][:300]
 
 
 def _number(value: Any) -> float:

@@ -2,8 +2,10 @@
 
 `openai` is the chat format of OpenAI's fine-tuning files (also what `warmup.demonstrations` reads): one JSON
 object per line with `messages` and `tools`. `hf` is a parquet file of the same rows for `datasets` and TRL; there
-arguments and tools are JSON text, because Arrow would give every call the arguments of all. `jsonl` is the whole
-record: ids, log-probabilities, rewards, timings (`agentrl.run_folder.records`).
+arguments and tools are JSON text, because Arrow would give every call the arguments of all. `tokens` is a parquet
+file of the exact tokens of the run, which needs no chat template: `input_ids`, and `labels` that are -100 on every
+token that the policy did not sample. `jsonl` is the whole record: ids, log-probabilities, rewards, timings
+(`agentrl.run_folder.records`).
 """
 
 from __future__ import annotations
@@ -15,17 +17,23 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.chat.messages import write_message
+from agentrl.chat.transcript import rows_of
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import ConfigError
 from agentrl.rollout.episode_metrics import is_malformed
 from agentrl.run_folder.records import EpisodeRecord, encode, iter_records, recorded_steps
 from agentrl.types import Episode, Message
 
-Format = Literal["openai", "hf", "jsonl"]
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Format = Literal["openai", "hf", "tokens", "jsonl"]
 UNDECLARED = "without a definition of solved"
+NOT_TRAINED = -100
+"""The label of a token without a loss, as PyTorch's cross-entropy has it."""
 
 
 @dataclass
@@ -127,30 +135,61 @@ def export(records: Iterable[EpisodeRecord], format: Format) -> Iterator[bytes]:
     """The content of the file, in pieces.
 
     Raises:
-        ConfigError: `hf` needs pyarrow, or a message holds an image, which only the others can say.
+        ConfigError: `hf` and `tokens` need pyarrow and cannot hold images.
     """
     if format == "jsonl":
         return (encode(record) + b"\n" for record in records)
+    if format == "tokens":
+        return _parquet(token_rows(records), format)
     rows = openai_rows(records)
     if format == "openai":
         return (json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n" for row in rows)
-    return _parquet(_hf_row(row) for row in rows)
+    return _parquet((_hf_row(row) for row in rows), format)
+
+
+def token_rows(records: Iterable[EpisodeRecord]) -> Iterator[dict[str, list[int]]]:
+    """One row for each context of an episode: its `input_ids`, and `labels` of the same length.
+
+    Each sampled token has a label in exactly one row, as in training: a branch repeats what came before it as
+    context.
+
+    Raises:
+        ConfigError: a message holds an image, which the tokens alone do not say.
+    """
+    for record in records:
+        if any(not isinstance(message.content, str) for message in record.episode.messages):
+            raise ConfigError(IMAGES.format("tokens"))
+        for row in rows_of(record.episode.segments):
+            labels = [i if trained else NOT_TRAINED for i, trained in zip(row.ids, row.loss_mask, strict=True)]
+            yield {"input_ids": list(row.ids), "labels": labels}
 
 
 def _hf_row(row: Mapping[str, Any]) -> dict[str, Any]:
     names = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
     messages = [{name: message.get(name) for name in names} for message in row["messages"]]
     if any(isinstance(message["content"], list) for message in messages):
-        raise ConfigError("--format hf: an episode holds parts (images); export it with --format openai or jsonl")
+        raise ConfigError(IMAGES.format("hf"))
     return {"messages": messages, "tools": json.dumps(row.get("tools", []), ensure_ascii=False)}
 
 
-def _parquet(rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
+def _parquet(rows: Iterable[Mapping[str, Any]], format: Format) -> Iterator[bytes]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as e:
-        raise ConfigError("--format hf needs pyarrow: pip install 'agentrl-train[parquet]'") from e
+        raise ConfigError(f"--format {format} needs pyarrow: pip install 'agentrl-train[parquet]'") from e
+    schema = _token_schema() if format == "tokens" else _chat_schema()
+    sink, waiting = _Sink(), iter(rows)
+    with pq.ParquetWriter(sink, schema) as writer:
+        while some := list(itertools.islice(waiting, ROW_GROUP)):
+            writer.write_table(pa.Table.from_pylist(some, schema=schema))
+            yield sink.taken()
+    yield sink.taken()
+
+
+def _chat_schema() -> pa.Schema:
+    import pyarrow as pa
+
     text = pa.string()
     call = pa.struct(
         [("id", text), ("type", text), ("function", pa.struct([("name", text), ("arguments", text)]))]
@@ -165,14 +204,17 @@ def _parquet(rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
             ("reasoning_content", text),
         ]
     )
-    schema = pa.schema([("messages", pa.list_(message)), ("tools", text)])
-    sink, waiting = _Sink(), iter(rows)
-    with pq.ParquetWriter(sink, schema) as writer:
-        while some := list(itertools.islice(waiting, ROW_GROUP)):
-            writer.write_table(pa.Table.from_pylist(some, schema=schema))
-            yield sink.taken()
-    yield sink.taken()
+    return pa.schema([("messages", pa.list_(message)), ("tools", text)])
 
+
+def _token_schema() -> pa.Schema:
+    import pyarrow as pa
+
+    ids = pa.list_(pa.int32())
+    return pa.schema([("input_ids", ids), ("labels", ids)])
+
+
+IMAGES = "--format {}: an episode holds parts (images); export it with --format openai or jsonl"
 
 ROW_GROUP = 1000
 """Rows of parquet that are made at once."""

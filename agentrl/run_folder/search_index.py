@@ -7,6 +7,7 @@ only read.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import sqlite3
@@ -28,7 +29,7 @@ from agentrl.run_folder.tags import read_tags
 
 T = TypeVar("T")
 
-VERSION = 2
+VERSION = 3
 REGEX_S = 5.0
 """How long a search by regular expression may take; some patterns would take years."""
 MAX_TEXT = 4_000_000
@@ -186,6 +187,17 @@ class Index:
             first = max(0, query.offset)
             hits = tuple(_hit(db, id, query) for id in ids[first : first + max(0, query.limit)])
         return Found(len(ids), cut, hits, 0.0)
+
+    def calls(self) -> set[tuple[str, str]]:
+        """The tools that were called, each with the outcomes its calls had."""
+
+        def read() -> list[tuple[str]]:
+            with self._open() as db:
+                where, values = self._where(Query(), db)
+                return db.execute(f"select distinct calls from episodes {where}", values).fetchall()
+
+        found = re.compile(f"{_UNIT}(.*?){_RECORD}(.*?){_UNIT}", re.DOTALL)
+        return {(tool, outcome) for (calls,) in self._whole(read) for tool, outcome in found.findall(calls)}
 
     def problems(self) -> list[str]:
         """The files that could not be read, with the reason."""
@@ -401,7 +413,11 @@ def _row(line: bytes) -> tuple[object, ...]:
 
 
 def _arguments(arguments: dict[str, object]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in arguments.items())
+    """Arguments as `show` prints them, but without escapes in texts, which nobody would search for."""
+    return ", ".join(
+        f'{name}="{value}"' if isinstance(value, str) else f"{name}={json.dumps(value, ensure_ascii=False)}"
+        for name, value in arguments.items()
+    )
 
 
 def _snippet(body: str, query: Query) -> str:

@@ -8,6 +8,7 @@ from agentrl.config.run import RunConfig
 from agentrl.doctor.examine import findings
 from agentrl.reporting.report import Summary
 from agentrl.run_folder.checkpoints import steps_saved
+from agentrl.run_folder.history import read_lineage
 from agentrl.run_folder.store import RunStore
 
 
@@ -18,6 +19,9 @@ def summarize(store: RunStore, config: RunConfig, wall_seconds: float) -> Summar
     biased = list(redraws.findings().values())
     first = next((line for line in lines if line["step"] == 0), {})
     steps = [line for line in lines if line["step"] > 0]
+    lineage = read_lineage(store.path)
+    # A fork begins with copies of the other run's lines, whose time is not its own.
+    forked_after = lineage.step if lineage is not None and not lineage.weights_only else 0
     # Metrics lines may be lost; a checkpoint proves that its step was done.
     done = int(max((*(line["step"] for line in steps), *steps_saved(store.path / "checkpoints")), default=0))
 
@@ -33,8 +37,8 @@ def summarize(store: RunStore, config: RunConfig, wall_seconds: float) -> Summar
         held_out_reward_after=next(
             (r["held_out_reward"] for r in reversed(steps) if "held_out_reward" in r), None
         ),
-        warmup_seconds=first.get("warmup_seconds", 0.0),
-        train_seconds=sum(line.get("seconds") or 0.0 for line in steps),
+        warmup_seconds=0.0 if forked_after else first.get("warmup_seconds", 0.0),
+        train_seconds=sum(line.get("seconds") or 0.0 for line in steps if line["step"] > forked_after),
         wall_seconds=wall_seconds,
         episodes=total("episodes"),
         sampled_tokens=total("sampled_tokens"),

@@ -114,6 +114,23 @@ def test_a_parquet_file_reads_back_as_the_same_messages(run: Path, tmp_path: Pat
     assert tuple(message_of(m, "row") for m in rows[0]["messages"]) == episode("a", 1.0).messages
 
 
+def test_token_rows_are_what_was_sampled_each_token_labeled_once(run: Path, tmp_path: Path):
+    prompt, said = Segment((1, 5), "prompt", -1, 0), Segment((2, 3), "sampled", 0, 1, (-1.0, -0.5), (0, 0))
+    more = Segment((4,), "observation", 1, 2), Segment((6,), "sampled", 2, 3, (-1.0,), (0,))
+    branch = Segment((7, 8), "observation", 1, 4), Segment((9,), "sampled", 4, 5, (-1.0,), (0,))
+    branched = replace(episode("f", 1.0), segments=(prompt, said, *more, *branch, Segment((99,), "glue", 5)))
+    with RunStore.open(RunConfig.model_validate({"name": "r", "env": "m:E", "model": {"tiny": {}}}), run) as store:
+        store.write_episodes(3, [EpisodeRecord(3, 0, branched)])
+    assert agentrl(run, "--format", "tokens", "--steps", "1", "--solved", "--out", tmp_path / "one.parquet") == 0
+    (row,) = pq.read_table(tmp_path / "one.parquet").to_pylist()
+    assert row == {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
+    assert agentrl(run, "--format", "tokens", "--steps", "3", "--out", tmp_path / "tree.parquet") == 0
+    assert pq.read_table(tmp_path / "tree.parquet").to_pylist() == [
+        {"input_ids": [1, 5, 2, 3, 4, 6], "labels": [-100, -100, 2, 3, -100, 6]},
+        {"input_ids": [1, 5, 2, 3, 7, 8, 9], "labels": [-100] * 6 + [9]},
+    ]
+
+
 def test_whole_records_read_back_to_the_bit(run: Path, capsysbinary: pytest.CaptureFixture[bytes]):
     assert agentrl(run, "--format", "jsonl", "--malformed") == 0
     lines = capsysbinary.readouterr().out.splitlines()
@@ -151,6 +168,8 @@ def test_refusals(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / "there").write_text("x")
     for words, text in (
         (["--format", "hf"], "name the file with --out FILE.parquet"),
+        (["--format", "tokens"], "--format tokens writes parquet: name the file with --out FILE.parquet"),
+        (["--min-reward", "nan"], "no reward is at least nan"),
         (["--out", tmp_path / "no/such/rows.jsonl"], "there is no folder"),
         (["--out", tmp_path], "is a folder; name a file in it"),
         (["--out", tmp_path / "there"], "already exists; nothing was changed"),
@@ -162,8 +181,10 @@ def test_refusals(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     config = RunConfig.model_validate({"name": "r", "env": "m:E", "model": {"tiny": {}}})
     with RunStore.open(config, tmp_path / "p") as store:
         store.write_episodes(1, [EpisodeRecord(1, 0, episode("a", 1.0, picture=True))])
-    assert agentrl(tmp_path / "p", "--format", "hf", "--out", tmp_path / "p.parquet") == 2
-    assert "holds parts (images)" in capsys.readouterr().err
+    for format in ("hf", "tokens"):
+        assert agentrl(tmp_path / "p", "--format", format, "--out", tmp_path / "p.parquet") == 2
+        assert f"--format {format}: an episode holds parts (images)" in capsys.readouterr().err
+        assert not (tmp_path / "p.parquet").exists()
     assert agentrl(tmp_path / "p") == 0
     row = json.loads(capsys.readouterr().out)
     assert row["messages"][1]["content"][1]["image_url"]["url"].startswith("data:image/png;base64,")

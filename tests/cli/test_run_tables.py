@@ -10,6 +10,7 @@ import pytest
 
 from agentrl.cli import main
 from agentrl.run_folder.records import EpisodeRecord
+from agentrl.types import Message, ToolCall
 from tests.view.runs import episode, make_run, write_step
 
 
@@ -66,6 +67,27 @@ def test_tool_and_outcome_belong_to_one_call(capsys, calc: Path):
     assert sorted(failed) == ["s1/g0/e1", "s1/g1/e2", "s3/g0/e1", "s3/g1/e2"]
     assert found(capsys, calc, "--tool", "web") == []
     assert found(capsys, calc, "--step", 1, "--outcome", "tool_exception") == ["s1/g0/e1", "s1/g1/e2"]
+
+
+def test_calls_that_nobody_made_are_named(capsys, calc: Path):
+    for words, hint in (
+        (("--tool", "calculater"), "--tool calculater: no call in this run has it; did you mean 'calculator'?"),
+        (("--tool", "web"), "--tool web: no call in this run has it; there are calculator"),
+        (("--outcome", "broken"), "--outcome broken: no call in this run has it; there are ok, tool_exception"),
+    ):
+        code, out, err = run(capsys, "show", calc, *words)
+        assert code == 0
+        assert "0 episodes" in out
+        assert err.splitlines() == [hint]
+    assert run(capsys, "show", calc, "--tool", "calculator", "--reward-min", 50)[2] == "", "there are such calls"
+
+
+def test_a_call_is_found_as_it_is_printed_and_as_it_was_written(capsys, calc: Path):
+    call = ToolCall("c9", "python", {"code": 'print("a")\nx = 1', "limits": [1, None], "quiet": True})
+    wrote = replace(episode("s4/code"), messages=(Message("user", "q"), Message("assistant", "", (call,))))
+    write_step(calc, 4, [EpisodeRecord(4, 0, wrote, (1.0,))])
+    for text in ('code="print(', 'print("a")', '"a")\nx = 1', "limits=[1, null], quiet=true"):
+        assert found(capsys, calc, "--grep", text) == ["s4/code"]
 
 
 def test_worst_looks_at_all_steps(capsys, calc: Path):

@@ -11,8 +11,11 @@ import pytest
 
 from agentrl.doctor.data_checks import CHECKS, answer_in_sight
 from agentrl.doctor.evidence import Evidence, Played
+from agentrl.doctor.examine import findings
+from agentrl.run_folder.records import episodes_file
 from agentrl.run_folder.task_digests import task_digests
 from agentrl.types import Task
+from tests.view.runs import make_run
 
 SQL = "SELECT name FROM cities WHERE population > {} ORDER BY name"
 PROSE = "The bridge over river {} was opened in the spring of that year by the mayor."
@@ -137,3 +140,14 @@ def test_rows_that_differ_in_their_number_only(tmp_path: Path, numbering: dict[s
     # an env that makes its tasks from the number shows the same prompt for all of them
     evidence.episodes = [episode(n, dict(t.row), [], "Play.") for n, t in enumerate(tasks("train")[:9])]
     assert [finding.name for check in CHECKS for finding in check(evidence)] == []
+
+
+def test_a_file_of_episodes_that_was_cut(tmp_path: Path):
+    run = make_run(tmp_path)
+    assert "episodes-damaged" not in {finding.name for finding in findings(run)}
+    file = episodes_file(run, 2)
+    file.write_bytes(file.read_bytes()[:-40])
+    cut = next(finding for finding in findings(run) if finding.name == "episodes-damaged")
+    assert (cut.severity, cut.step) == ("warning", 2)
+    assert str(file) in cut.text
+    assert "damaged after" in cut.text

@@ -286,7 +286,10 @@ def test_a_fork_reaches_the_weights_of_the_run_it_comes_from():
     folder = fork_run(settings(steps=4), "runs/letters@2")
     assert folder.name == "letters-from-2"
     assert not (folder / "checkpoints/step-4").exists()
-    assert run(settings(steps=4), folder).finished
+    summary = run(settings(steps=4), folder)
+    assert summary.finished
+    assert summary.train_seconds <= summary.wall_seconds, "without the steps that were copied"
+    assert summary.train_seconds == sum(line["seconds"] for line in read_metrics(folder) if line["step"] > 2)
     assert weights(folder, 4) == weights("runs/letters", 4)
     assert curve(folder) == curve("runs/letters")
     assert [e.id for e in read_episodes(folder, 1)] == [e.id for e in read_episodes(Path("runs/letters"), 1)]
