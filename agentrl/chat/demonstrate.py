@@ -13,16 +13,26 @@ from agentrl.errors import TemplateError
 from agentrl.types import Completion, Message
 
 
-def completion_of(renderer: Renderer, message: Message, tools: Sequence[Mapping[str, Any]] = ()) -> Completion:
+def completion_of(
+    renderer: Renderer,
+    message: Message,
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    after: Transcript | None = None,
+) -> Completion:
     """Return the ids with which a policy would have sampled `message`, stop token included; logprobs are 0.
+
+    Args:
+        after: the conversation so far; None means one user message.
 
     Raises:
         TemplateError: the template does not write the message after its own generation prompt, or what it writes
             parses as different calls.
     """
     [message] = with_ids(renderer, [message])
-    ids = tuple(renderer.completion_ids(message, tools))
-    read = renderer.parse(ids, tools=tools)
+    thinking, calls = (None, 0) if after is None else (after.thinking, after.calls)
+    ids = tuple(renderer.completion_ids(message, tools, thinking=thinking, calls=calls))
+    read = renderer.parse(ids, tools=tools, thinking=thinking)
     if [call.name for call in read.tool_calls] != [call.name for call in message.tool_calls]:
         raise TemplateError(
             f"an assistant message calls {_names(message)}, and what the chat template writes of it reads as "
@@ -66,15 +76,15 @@ def imitate(
     """Replay a conversation through a transcript: assistant messages become sampled segments.
 
     Raises:
-        TemplateError: the template refuses these messages, writes calls that parse as different ones, or writes
-            reasoning where the prompt has closed the think block.
+        TemplateError: the template refuses these messages, writes calls that parse as different ones, leaves out
+            reasoning, or writes it where the prompt has closed the think block.
     """
     transcript = Transcript(renderer, tools)
     new: list[Message] = []
     for message in with_ids(renderer, messages):
         if message.role == "assistant":
             transcript.extend(new)
-            completion = completion_of(renderer, message, tools)
+            completion = completion_of(renderer, message, tools, after=transcript)
             read = renderer.parse(completion.ids, tools=tools, thinking=transcript.thinking)
             if calls_of(read) != calls_of(message):
                 raise TemplateError(
@@ -89,6 +99,12 @@ def imitate(
                     f"{renderer.decode(transcript.ids[-12:])!r} it is written as "
                     f"{renderer.decode(completion.ids)[:120]!r}, which reads as text; remove the reasoning, or "
                     "let the policy think (model.template_options)"
+                )
+            if str(message.reasoning or "").split() not in ([], str(read.reasoning or "").split()):
+                raise TemplateError(
+                    "an assistant message has reasoning, which the chat template leaves out: it is written as "
+                    f"{renderer.decode(completion.ids)[:120]!r}; remove the reasoning, or use a template that "
+                    "shows it"
                 )
             transcript.complete(completion, message=message)
             new = []

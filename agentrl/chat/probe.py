@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +37,15 @@ def probe(renderer: Renderer, eos_ids: frozenset[int]) -> Habits:
     offered = _offered(renderer)
     json_arguments = _wants_json(renderer)
     ways: list[Offered] = [offered, [_TOOL]] if renderer.one_of_two and not offered else [offered]
+    inline_think = _thinks_inline(renderer, ways, {})
+    called = _with_call('{"x": "y"}' if json_arguments else {"x": "y"})
+    in_content = renderer.habits.inline_calls or json_arguments is None
     habits = replace(
         renderer.habits,
         json_arguments=bool(json_arguments),
         shows_calls=renderer.habits.inline_calls or json_arguments is not None,
-        inline_think=not all(_shows_reasoning(renderer, tools) for tools in ways),
+        inline_think=inline_think,
+        inline_think_calls=inline_think if in_content else _thinks_inline(renderer, [[_TOOL]], called),
         needs_tools=bool(offered),
     )
     ends = [_closers(renderer, tools) for tools in ways]
@@ -68,7 +72,8 @@ def probe(renderer: Renderer, eos_ids: frozenset[int]) -> Habits:
         closes_itself=closes_itself,
         thinks=bool(opening) and opened.rfind(opening) > opened.rfind(closing),
     )
-    return replace(habits, drops_tools=_drops_tools(renderer, habits))
+    habits = replace(habits, drops_tools=_drops_tools(renderer, habits))
+    return replace(habits, numbers_calls=_numbers_calls(renderer, habits))
 
 
 def _assistant(**data: Any) -> dict[str, Any]:
@@ -112,12 +117,23 @@ def _wants_json(renderer: Renderer) -> bool | None:
     return True if shown is not None and SENTINEL in shown else None
 
 
-def _shows_reasoning(renderer: Renderer, offered: Offered) -> bool:
-    """Whether reasoning given in a separate field is rendered, at least in the newest turn."""
-    fields = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), "r" + SENTINEL)
-    message = {"role": "assistant", "content": "c", **fields}
-    shown = _attempt(lambda: renderer.render_data([renderer.data(_USER), message], offered))
-    return shown is not None and "r" + SENTINEL in shown
+def _thinks_inline(renderer: Renderer, ways: Sequence[Offered], said: Mapping[str, Any]) -> bool:
+    """Whether the newest turn shows reasoning only as a think block before the content, not in a separate field.
+
+    False if it shows it neither way: a block that the template removes may leave traces.
+    """
+    thought = "r" + SENTINEL
+    opening, closing = renderer.parser.think
+    fields = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), thought)
+    block = {"content": f"{opening}\n{thought}\n{closing}\n\nc"}
+
+    def shows(given: Mapping[str, Any]) -> bool:
+        message = {**said, "role": "assistant", "content": "c", **given}
+        conversation = [renderer.data(_USER), message]
+        shown = [_attempt(lambda tools=tools: renderer.render_data(conversation, tools)) for tools in ways]  # type: ignore[misc]
+        return all(text is not None and thought in text for text in shown)
+
+    return not shows(fields) and shows(block)
 
 
 def _closers(renderer: Renderer, offered: Offered) -> tuple[frozenset[int], frozenset[int]]:
@@ -189,5 +205,21 @@ def _drops_tools(renderer: Renderer, habits: Habits) -> bool:
             if tails[0] != tails[1]:
                 return False
         return True
+    finally:
+        renderer.habits = before
+
+
+def _numbers_calls(renderer: Renderer, habits: Habits) -> bool:
+    """Whether the text after a call, with its result, depends on how many calls came before (Command R7B)."""
+    before, renderer.habits = renderer.habits, replace(habits, numbers_calls=True)
+    try:
+        user = renderer.data(_USER)
+        called = _with_call(f'{{"x": "{SENTINEL}"}}' if habits.json_arguments else {"x": SENTINEL})
+        tails = []
+        for calls in (0, 2):
+            conversation = [user, *renderer.earlier(calls), called, _tool(renderer)]
+            shown = _attempt(lambda c=conversation: renderer.render_data(c, [_TOOL], generation_prompt=True))  # type: ignore[misc]
+            tails.append(None if shown is None else shown[shown.rfind(SENTINEL) :])
+        return None not in tails and tails[0] != tails[1]
     finally:
         renderer.habits = before

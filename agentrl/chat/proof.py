@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.chat.demonstrate import completion_of, with_ids
 from agentrl.chat.parsers import parser_names
-from agentrl.chat.roundtrip import RoundTrip
+from agentrl.chat.roundtrip import REQUIRED, RoundTrip
 from agentrl.chat.template import Renderer, same_meaning
 from agentrl.chat.token_check import TokenDrift, check_tokens
 from agentrl.chat.transcript import Transcript
@@ -170,11 +170,16 @@ class Proof:
     def _require_calls(self) -> None:
         found = self.round_trip
         if not found.readable:
-            why = found.misread[0] if found.misread else found.refused[0]
+            misread = next((m for m in found.misread if m.shape in REQUIRED), None)
+            if misread is None:
+                raise TemplateError(
+                    f"the chat template writes no tool call that a policy could sample: {found.refused[0]}; use a "
+                    "template that does (model.chat_template: chatml is one)"
+                )
             names = ", ".join(parser_names())
             raise TemplateError(
                 f"{self.written_by} does not read the tool calls of this chat template, so no tool would run: "
-                f"{why}; set model.parser to the format of this model ({names}), or to a parser of your own "
+                f"{misread}; set model.parser to the format of this model ({names}), or to a parser of your own "
                 "(module:Name)"
             )
         if not self.called:
@@ -264,7 +269,11 @@ def _compare_all(renderer: Renderer, conversations: Iterable[ProbeConversation] 
 def _shows_tools(renderer: Renderer) -> bool:
     """Whether a prompt changes with the tools that are offered."""
     asked, other = [Message("user", "u")], TOOLS[:1] if renderer.one_of_two else ()
-    return renderer.render(asked, TOOLS) != renderer.render(asked, other)
+    without = renderer.render(asked, other)
+    try:
+        return renderer.render(asked, TOOLS) != without
+    except TemplateError:  # it reads them; that it refuses them is among the findings
+        return True
 
 
 def _prove_one(renderer: Renderer, conversation: ProbeConversation) -> tuple[int, TemplateFinding | None]:
@@ -288,7 +297,7 @@ def _prove_one(renderer: Renderer, conversation: ProbeConversation) -> tuple[int
                 return turns, _finding("append", transcript, fresh, conversation, before)
             if found is not None and found.kind == "append":
                 return turns, found
-            completion = completion_of(renderer, message, tools)
+            completion = completion_of(renderer, message, tools, after=transcript)
             transcript.complete(completion, message=_as_read(transcript, completion, message))
         except TemplateError as e:
             return turns, found or TemplateFinding("refused", conversation.shape, n, message.role, 0, "", str(e))

@@ -67,6 +67,7 @@ class Habits:
     Attributes:
         json_arguments: tool arguments are passed as JSON text instead of an object.
         inline_think: there is no reasoning field, so a think block is placed before the content.
+        inline_think_calls: the same, for messages with tool calls.
         closers: ids that end an assistant turn inside a conversation.
         stop_ids: ids that a completion may end with.
         closes_itself: an assistant turn ends with a dedicated token instead of the first token of the next turn.
@@ -75,10 +76,12 @@ class Habits:
         shows_calls: the template writes the tool calls of an assistant message.
         inline_calls: the parser writes calls after the content, because the template does not write them.
         needs_tools: the template renders nothing unless tools are offered.
+        numbers_calls: the template numbers the tool calls of a conversation, in what it writes of their results.
     """
 
     json_arguments: bool = False
     inline_think: bool = False
+    inline_think_calls: bool = False
     closers: frozenset[int] = frozenset()
     stop_ids: frozenset[int] = frozenset()
     closes_itself: bool = True
@@ -87,6 +90,7 @@ class Habits:
     shows_calls: bool = True
     inline_calls: bool = False
     needs_tools: bool = False
+    numbers_calls: bool = False
 
 
 class Renderer:
@@ -331,7 +335,8 @@ class Renderer:
         if message.reasoning is not None:
             reasoning = shield(message.reasoning)
             opening, closing = self.parser.think
-            if self.habits.inline_think and opening:
+            inline = self.habits.inline_think_calls if message.tool_calls else self.habits.inline_think
+            if inline and opening:
                 data["content"] = f"{opening}\n{reasoning}\n{closing}\n\n{content}"
             else:
                 data |= {"reasoning_content": reasoning, "thinking": reasoning, "reasoning": reasoning}
@@ -378,6 +383,7 @@ class Renderer:
         tools: Tools = (),
         *,
         system: bool = False,
+        calls: int = 0,
     ) -> Addition:
         """Return the tokens between two completions: the end of the turn, `messages`, the generation prompt.
 
@@ -386,10 +392,11 @@ class Renderer:
             stopped: the stop id that ended the completion; None if it was truncated.
             messages: the messages after it.
             system: whether the conversation starts with a system message.
+            calls: number of tool calls before the completion.
         """
         if self.habits.drops_tools:
             tools = ()
-        base = [self.data(STAND_IN_USER), self.stand_in(last, messages)]
+        base = [self.data(STAND_IN_USER), *self.earlier(calls), self.stand_in(last, messages)]
         data = [*base, *(self.data(message) for message in _named(messages, last))]
         if system:  # a few templates count their messages; others repeat the system prompt if it is missing
             with_system = [self.data(STAND_IN_SYSTEM), *data]
@@ -466,6 +473,16 @@ class Renderer:
             shown.append(data)
         return {"role": "assistant", "content": "", "tool_calls": shown}
 
+    def earlier(self, calls: int) -> list[dict[str, object]]:
+        """Return stand-ins for so many earlier tool calls, with results, if the template numbers them."""
+        if not calls or not self.habits.numbers_calls:
+            return []
+        given = [ToolCall(f"past{n:05d}", "tool", {}) for n in range(calls)]
+        results = [Message("tool", "t", tool_call_id=call.id, name=call.name) for call in given]
+        made = [self._call(call) for call in given]
+        called: dict[str, object] = {"role": "assistant", "content": "", "tool_calls": made}
+        return [called, *(self.data(result) for result in results)]
+
     def _prefix(self, data: Sequence[Mapping[str, object]], tools: Tools, prompt: str) -> int | None:
         """Return where `data`, rendered alone, ends in `prompt`; None if it is not a prefix of it."""
         try:
@@ -499,15 +516,21 @@ class Renderer:
             pieces.append(Piece(tuple(self.vocabulary.encode(text[at:])), message))
         return pieces
 
-    def completion_ids(self, message: Message, tools: Tools = ()) -> list[int]:
+    def completion_ids(
+        self, message: Message, tools: Tools = (), *, thinking: bool | None = None, calls: int = 0
+    ) -> list[int]:
         """Return the ids of an assistant message as a completion: what a demonstration would have sampled.
+
+        Args:
+            thinking: whether the prompt has already opened a think block; None means the template's default.
+            calls: number of tool calls before it in the conversation.
 
         Raises:
             TemplateError: the template does not write this message after its own generation prompt.
         """
         from agentrl.chat.written import completion_ids
 
-        return completion_ids(self, message, tools)
+        return completion_ids(self, message, tools, thinking=thinking, calls=calls)
 
     # Reading completions
 

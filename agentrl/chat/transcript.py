@@ -101,6 +101,11 @@ class Transcript:
         """Whether the generation prompt has already opened a think block."""
         return self._thinking
 
+    @property
+    def calls(self) -> int:
+        """The number of tool calls in the context, if the template numbers them; else 0."""
+        return self._calls_in(self._context)
+
     def extend(self, messages: Sequence[Message]) -> None:
         """Append new messages and the generation prompt for the next completion.
 
@@ -129,6 +134,7 @@ class Transcript:
                 given,
                 self.tools,
                 system=bool(self._context) and self._messages[self._context[0]].role == "system",
+                calls=self._calls_in(self._context[:-1]),
             )
             rewritten = self._rewritten(given, addition) if self.history == "fork" else None
             if rewritten is None:
@@ -225,6 +231,11 @@ class Transcript:
     def rows(self) -> list[TrainingRow]:
         """Return the whole episode, all branches, as rows for training (see `rows_of`)."""
         return rows_of(self._segments)
+
+    def _calls_in(self, context: Sequence[int]) -> int:
+        if not self.renderer.habits.numbers_calls:
+            return 0
+        return sum(len(self._messages[i].tool_calls) for i in context)
 
     def _newest_completion(self) -> Segment | None:
         if self._node >= 0 and self._segments[self._node].origin == "sampled":

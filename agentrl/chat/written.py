@@ -17,15 +17,29 @@ _USER = Message("user", "u")
 _THOUGHT = "\u2060thought\u2060"
 
 
-def completion_ids(renderer: Renderer, message: Message, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+def completion_ids(
+    renderer: Renderer,
+    message: Message,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    thinking: bool | None = None,
+    calls: int = 0,
+) -> list[int]:
     """Return the ids from the end of the generation prompt to the first stop token, which ends what can be
     sampled.
+
+    Args:
+        thinking: whether the prompt has opened a think block; None means the template's default.
+        calls: number of tool calls before the message in its conversation.
 
     Raises:
         TemplateError: the template does not write this message after its own generation prompt, or continues it
             after a stop token.
     """
-    text = _after_prompt(renderer, message, tools)
+    text = _after_prompt(renderer, message, tools, [renderer.data(_USER), *renderer.earlier(calls)])
+    if thinking and not renderer.habits.thinks:  # Gemma 4 opens the block only behind a tool's result
+        opening, closing = renderer.parser.think
+        text = text.removeprefix(opening) if text.startswith(opening) else closing + text
     if not renderer.habits.closes_itself:
         answer = Message("tool", "t", tool_call_id=message.tool_calls[0].id) if message.tool_calls else None
         text += _next_turn(renderer, message, answer or _USER, tools)
@@ -59,13 +73,17 @@ def _next_turn(renderer: Renderer, message: Message, answer: Message, tools: Seq
     return renderer.after_sentinel(shown)[1][0]
 
 
-def _after_prompt(renderer: Renderer, message: Message, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the template writes for `message` after its generation prompt."""
-    user = renderer.data(_USER)
-    prompt = renderer.render_data([user], tools, generation_prompt=True)
+def _after_prompt(
+    renderer: Renderer,
+    message: Message,
+    tools: Sequence[Mapping[str, Any]],
+    before: Sequence[Mapping[str, object]],
+) -> str:
+    """Return what the template writes for `message` after the generation prompt that follows `before`."""
+    prompt = renderer.render_data(before, tools, generation_prompt=True)
 
     def whole(said: Message) -> str:
-        return renderer.render_data([user, renderer.data(said)], tools)
+        return renderer.render_data([*before, renderer.data(said)], tools)
 
     written = whole(message)
     if written.startswith(prompt):
@@ -86,7 +104,10 @@ def _after_prompt(renderer: Renderer, message: Message, tools: Sequence[Mapping[
             "the chat template does not write an assistant message after its own generation prompt "
             f"{renderer.vocabulary.unshield(prompt[-60:])!r}; demonstrations cannot be rendered with it"
         )
-    rest = _without_thought(written[common:], opening, closing)
+    rest = written[common:]
+    if renderer.habits.thinks and opening not in left_out and closing in rest:  # both open it, one with more space
+        rest = rest[rest.find(closing) :]
+    rest = _without_thought(rest, opening, closing)
     if not renderer.habits.thinks:
         return rest
     thought = renderer.vocabulary.shield(message.reasoning or "")
