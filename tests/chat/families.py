@@ -500,7 +500,73 @@ FUNCTIONARY_V32 = Family(
     reasons=False,
 )
 
+MINIMAX_M3 = Family(
+    "minimax_m3",
+    "minimax_m3",
+    _jinja("""
+{%- set mark = ']<]minimax[>[' %}
+{%- macro show(v) %}
+{%- if v is mapping %}{% for k, x in v.items() if x is not none %}{{ mark + '<' + k + '>' }}{{ show(x) }}{{ mark + '</' + k + '>' }}{% endfor %}
+{%- elif v is iterable and v is not string %}{% for x in v %}{{ mark + '<item>' }}{{ show(x) }}{{ mark + '</item>' }}{% endfor %}
+{%- else %}{{ v if v is string else v | tojson }}{% endif %}
+{%- endmacro %}
+""")
+    + _chatml(
+        "",
+        """
+{%- if m.tool_calls %}{{ mark + '<tool_call>\\n' }}
+{%- for c in m.tool_calls %}{{ mark + '<invoke name="' + c.function.name + '">' }}{{ show(c.function.arguments) }}{{ mark + '</invoke>\\n' }}
+{%- endfor %}{{ mark + '</tool_call>' }}{% endif %}
+""",
+        think="{{- '<mm:think>' + m.reasoning_content if m.reasoning_content }}{{ '</mm:think>' }}",
+    ),
+    (*CHATML_SPECIAL, "]<]minimax[>["),
+    ("<mm:think>", "</mm:think>"),
+)
+
+MINICPM5 = Family(
+    "minicpm5",
+    "minicpm5",
+    _chatml(
+        '<function name="NAME"><param name="KEY">VALUE</param></function>',
+        """
+{%- for c in m.tool_calls %}{{ '<function name="' + c.function.name + '">' }}
+{%- for k, v in c.function.arguments.items() %}{{ '<param name="' + k + '">' }}
+{%- if v is string and ('<' in v or '&' in v or '\\n' in v) %}{{ '<![CDATA[' + v + ']]>' }}{% else %}{{ v }}{% endif %}{{ '</param>' }}
+{%- endfor %}{{ '</function>' }}
+{%- endfor %}
+""",
+    ),
+    CHATML_SPECIAL,
+    CHATML_MARKERS,
+)
+
+MUSE_GLIMMER = Family(
+    "muse_glimmer",
+    "muse_glimmer",
+    _jinja("""
+{{- '<|start|>system<|message|>You are a model.' }}{% if tools %}{{ ' Use <atem:function_calls>. ' + (tools | tojson) }}{% endif %}{{ '<|eot|>' }}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{%- if m.reasoning_content is string %}{{ '<|start|>assistant to=self<|message|>' + m.reasoning_content + '<|eom|>' }}{% endif %}
+{%- if m.content or not m.tool_calls %}{{ '<|start|>assistant to=user<|message|>' + m.content + ('<|eom|>' if m.tool_calls else '<|eot|>') }}{% endif %}
+{%- for c in m.tool_calls %}
+{{- '<|start|>assistant to=' + c.function.name + '<|message|><atem:function_calls>\\n<atem:invoke name="' + c.function.name + '">\\n' }}
+{%- for k, v in c.function.arguments.items() %}
+{{- '<atem:parameter name="' + k + '">' + (v if v is string else v | tojson) + '</atem:parameter>\\n' }}
+{%- endfor %}{{ '</atem:invoke>\\n</atem:function_calls>' + ('<|eot|>' if loop.last else '<|eom|>') }}
+{%- endfor %}
+{%- elif m.role == 'tool' %}{{ '<|start|>tool ' + (m.name or m.tool_call_id) + '<|message|>' + m.content + '<|eot|>' }}
+{%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|eot|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
+"""),
+    ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
+    eos="<|eot|>",
+)
+
 FAMILIES = (
     CHATML, QWEN25, QWEN3_CODER, LLAMA3_JSON, PYTHONIC, MISTRAL, MISTRAL_ARGS, DEEPSEEK_V3, DEEPSEEK_V31, GLM, KIMI_K2,
-    HARMONY, MINIMAX_M2, GEMMA, LLAMA4_JSON, FUNCTIONARY_V32, *LISTED,
+    HARMONY, MUSE_GLIMMER, MINIMAX_M2, MINIMAX_M3, MINICPM5, GEMMA, LLAMA4_JSON, FUNCTIONARY_V32, *LISTED,
 )  # fmt: skip

@@ -58,6 +58,8 @@ ARGUMENTS: list[dict[str, Any]] = [
 def test_a_rendered_message_reads_back_as_itself(
     family: Family, arguments: dict[str, Any], renderers: dict[str, Renderer]
 ):
+    if family.parser == "minimax_m3" and "nested" in arguments:
+        pytest.skip("the format has neither null nor, without a schema, empty lists")
     renderer = renderers[family.name]
     content = "" if family.parser in WHOLE else "Let me see."
     id = "functions.look_up:0" if family.parser == "kimi_k2" else "c00000000"
@@ -124,6 +126,11 @@ ERRORS = [
     ("glm", "<tool_call>\n<arg_key>a</arg_key></tool_call>", "expected the tool's name"),
     ("glm", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_val></tool_call>", "unexpected '<arg_key>a"),
     ("minimax_m2", '<minimax:tool_call><invoke name="f"></minimax:tool_call>', "</invoke> is missing"),
+    ("minimax_m3", "]<]minimax[>[<tool_call>]<]minimax[>[<invoke name=\"f\">]<]minimax[>[<a>1]<]minimax[>[</b>"
+     "]<]minimax[>[</invoke>]<]minimax[>[</tool_call>", "unexpected '</b>'"),
+    ("minimax_m3", "]<]minimax[>[<tool_call>f()]<]minimax[>[</tool_call>", "expected \\]<\\]minimax.*got 'f\\(\\)'"),
+    ("minicpm5", '<function name="f"><param name="a">1</function>', "argument 'a' is not closed by </param>"),
+    ("muse_glimmer", ' to=f<|message|>{"a": 1}', "a message to 'f' must be one block <atem:function_calls>"),
     ("llama3_json", '{"name": "f", "parameters": {"a": }}', "not valid JSON: Expecting value"),
     ("llama3_json", '{"name": "f"}', 'the key "parameters" is missing'),
     ("pythonic", "[f(1)]", "call of 'f': arguments must be given as key=value at character 3"),
@@ -148,7 +155,7 @@ def test_what_is_malformed_is_said_and_stays_in_the_content(name: str, text: str
     assert len(parsed.errors) == 1
     with pytest.raises(AssertionError, match=error):
         raise AssertionError(parsed.errors[0].message)
-    if name != "harmony" and "think" not in text:
+    if name not in ("harmony", "muse_glimmer") and "think" not in text:
         assert parsed.content == text
 
 
@@ -206,6 +213,8 @@ STREAMED = [
     ("harmony", "<|channel|>analysis<|message|>a < b<|end|><|start|>assistant<|channel|>final<|message|>x <| y"),
     ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{\"a\": \"<|end\"}"),
     ("minimax_m2", 'so\n</think>\n\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>\n</minimax:tool_call>'),
+    ("muse_glimmer", ' to=self<|message|>hm<|eom|><|start|>assistant to=f<|message|><atem:function_calls>\n<atem:invoke name="f">\n</atem:invoke>\n</atem:function_calls>'),
+    ("minimax_m3", '</mm:think>ok]<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">]<]minimax[>[<a>]<]minimax[>[<item>1]<]minimax[>[</item>]<]minimax[>[</a>]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>'),
     ("gemma", '<|channel>thought\nhm<channel|>ok<|tool_call>call:f{a:<|"|>b<|"|>,c:[1,true,{d:null}]}<tool_call|>'),
 ]  # fmt: skip
 

@@ -26,6 +26,9 @@ PIECES = [
     "}", "[", "]", "(", ")", ",", ":", ";", "\n", " ", "1", "-1e9", "NaN", "null", "True", "\\u12", "\\ud800", "é", "👩‍🔬", "\x00", "<", ">>>",
     "<|tool_call|>", "<|/tool_call|>", "functools", "<tool_calls>", "</tool_calls>", "<TOOLCALL>", "<|action_start|><|plugin|>",
     "<|action_end|>", "<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>", "<|python_start|>", "<|python_end|>", "all\n", "f\n",
+    "]<]minimax[>[", "<tool_call>", "</invoke>", "<a>", "</a>", "<item>", "</item>", '<function name="f">', '<param name="a">', "</param>",
+    "<![CDATA[", "]]>", " to=f<|message|>", " to=self", "<|eom|>", "<atem:function_calls>", "</atem:function_calls>",
+    '<atem:invoke name="f">', "</atem:invoke>", '<atem:parameter name="a">', "</atem:parameter>",
     "<seed:tool_call>", "</seed:tool_call>", "<function=f>", "</function>", "<｜DSML｜invoke name=\"f\">", "<|tool_call_start|>",
 ]  # fmt: skip
 
@@ -66,6 +69,9 @@ def test_a_sound_call_cut_or_damaged_anywhere_never_raises(parser: Parser):
         "<|tool_call_end|><|tool_calls_section_end|>",
         "harmony": "<|channel|>analysis<|message|>t<|end|><|start|>assistant<|channel|>commentary to=functions.f "
         "<|constrain|>json<|message|>{}",
+        "minimax_m3": ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="f">]<]minimax[>[<a>x]<]minimax[>[</a>]<]minimax[>[</invoke>]<]minimax[>[</tool_call>',
+        "minicpm5": '<function name="f"><param name="a">x</param></function>',
+        "muse_glimmer": ' to=self<|message|>t<|eom|><|start|>assistant to=f<|message|><atem:function_calls><atem:invoke name="f"><atem:parameter name="a">x</atem:parameter></atem:invoke></atem:function_calls>',
         "minimax_m2": '<minimax:tool_call><invoke name="f"><parameter name="a">x</parameter></invoke></minimax:tool_call>',
         "gemma": '<|tool_call>call:f{a:<|"|>x<|"|>,b:[1,{c:null}]}<tool_call|>',
         "granite": '<|tool_call|>[{"name": "f", "arguments": {"a": "x"}}, {"name": "g", "arguments": {}}]',
@@ -113,7 +119,8 @@ PREFIXES = {
     "llama3_json": '{"name": "f", "parameters": {"a": ', "pythonic": "[f(a=", "mistral": "[TOOL_CALLS]",
     "deepseek_v3": "<｜tool▁calls▁begin｜>", "deepseek_v31": "<｜tool▁calls▁begin｜>", "kimi_k2": "<|tool_calls_section_begin|>",
     "harmony": "<|channel|>commentary to=functions.f<|message|>", "minimax_m2": "<minimax:tool_call>", "gemma": "<|tool_call>call:f{", "functionary_v32": ">>>f\n", "plain": "<think>",
-    "xlam": '[{"name": "f", "arguments": {"a": ', "lfm2": "<|tool_call_start|>[f(a=", "functools": "functools[",
+    "muse_glimmer": " to=f<|message|><atem:function_calls>", "minimax_m3": ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="f">]<]minimax[>[<a>',
+    "minicpm5": '<function name="f"><param name="a">', "xlam": '[{"name": "f", "arguments": {"a": ', "lfm2": "<|tool_call_start|>[f(a=", "functools": "functools[",
     "seed_oss": "<seed:tool_call><function=f><parameter=a>", "functionary_v31": '<function=f>{"a": "',
 }  # fmt: skip
 

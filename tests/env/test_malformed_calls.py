@@ -196,6 +196,12 @@ SOUND = {
     '{"items": [{"sku": "a", "qty": 2}]}',
     "minimax_m2": '<minimax:tool_call><invoke name="order"><parameter name="items">[{"sku": "a", "qty": 2}]'
     "</parameter></invoke></minimax:tool_call>",
+    "minimax_m3": ']<]minimax[>[<tool_call>]<]minimax[>[<invoke name="order">]<]minimax[>[<items>'
+    "]<]minimax[>[<item>]<]minimax[>[<sku>a]<]minimax[>[</sku>]<]minimax[>[<qty>2]<]minimax[>[</qty>]<]minimax[>[</item>"
+    "]<]minimax[>[</items>]<]minimax[>[</invoke>]<]minimax[>[</tool_call>",
+    "minicpm5": '<function name="order"><param name="items">[{"sku": "a", "qty": 2}]</param></function>',
+    "muse_glimmer": ' to=order<|message|><atem:function_calls><atem:invoke name="order">'
+    '<atem:parameter name="items">[{"sku": "a", "qty": 2}]</atem:parameter></atem:invoke></atem:function_calls>',
     "gemma": '<|tool_call>call:order{items:[{sku:<|"|>a<|"|>,qty:2}]}<tool_call|>',
     "lfm2": "<|tool_call_start|>[order(items=[{'sku': 'a', 'qty': 2}])]<|tool_call_end|>",
     "seed_oss": '<seed:tool_call><function=order><parameter=items>[{"sku": "a", "qty": 2}]</parameter></function>'

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from agentrl.chat.parsers.elements import MiniCPM5, MiniMaxM3
 from agentrl.chat.parsers.functionary import FunctionaryV31, FunctionaryV32
-from agentrl.chat.parsers.harmony import Harmony
+from agentrl.chat.parsers.harmony import Harmony, MuseGlimmer
 from agentrl.chat.parsers.hermes import Hermes
 from agentrl.chat.parsers.lists import (
     Apertus,
@@ -31,8 +32,11 @@ _LLAMA4 = "<|header_start|>"
 
 _SIGNS: tuple[tuple[type[Parser], Callable[[str], bool]], ...] = (
     (KimiK2, lambda t: "<|tool_calls_section_begin|>" in t or "<|im_middle|>" in t),
+    (MuseGlimmer, lambda t: "<atem:function_calls>" in t),
     (Harmony, lambda t: "<|channel|>" in t and "<|message|>" in t),
     (MiniMaxM2, lambda t: "<minimax:tool_call>" in t),
+    (MiniMaxM3, lambda t: "]<]minimax[>[" in t),
+    (MiniCPM5, lambda t: "<function name=" in t and "<param name=" in t),
     (DeepSeekV32, lambda t: "DSML" in t),
     (DeepSeekV3, lambda t: "<｜tool▁calls▁begin｜>" in t and "```json" in t),
     (DeepSeekV31, lambda t: "<｜tool▁calls▁begin｜>" in t),

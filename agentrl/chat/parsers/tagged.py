@@ -32,7 +32,7 @@ class Qwen3Coder(BlockParser):
         if head is None:
             yield Malformed(f"expected <function=name>, got {body.strip()[:40]!r}", span)
             return
-        yield _tagged(
+        yield read_tagged(
             body, span, head.group(1).strip(), head.end(), self._parameter, "</parameter>", self._end, tools
         )
 
@@ -78,7 +78,9 @@ class MiniMaxM2(BlockParser):
             after = end + len(closing)
             span = (at, after)
             inside = body[head.end() : end]
-            yield _tagged(inside, span, name, 0, self._parameter, f"</{self.prefix}parameter>", self._end, tools)
+            yield read_tagged(
+                inside, span, name, 0, self._parameter, f"</{self.prefix}parameter>", self._end, tools
+            )
             at = after
 
 
@@ -113,10 +115,10 @@ class Glm(BlockParser):
         if not name or "\n" in name:
             yield Malformed(f"expected the tool's name, got {body.strip()[:40]!r}", span)
             return
-        yield _tagged(body, span, name, at, self._key, "</arg_value>", self._end, tools)
+        yield read_tagged(body, span, name, at, self._key, "</arg_value>", self._end, tools)
 
 
-def _tagged(
+def read_tagged(
     body: str,
     span: Span,
     name: str,
