@@ -22,7 +22,11 @@ _TOOL: dict[str, Any] = {
     "function": {
         "name": "look",
         "description": "Look.",
-        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "string", "description": "What."}},  # a few templates need one
+            "required": ["x"],
+        },
     },
 }
 

@@ -35,7 +35,10 @@ TOOLS: tuple[Mapping[str, Any], ...] = (
             "description": "Look something up.",
             "parameters": {
                 "type": "object",
-                "properties": {"query": {"type": "string"}, "limit": {"type": "integer"}},
+                "properties": {
+                    "query": {"type": "string", "description": "What to look for."},
+                    "limit": {"type": "integer", "description": "How many."},
+                },
                 "required": ["query"],
             },
         },
@@ -47,7 +50,9 @@ TOOLS: tuple[Mapping[str, Any], ...] = (
             "description": "Add numbers.",
             "parameters": {
                 "type": "object",
-                "properties": {"terms": {"type": "array", "items": {"type": "number"}}},
+                "properties": {
+                    "terms": {"type": "array", "items": {"type": "number"}, "description": "Numbers."},
+                },
             },
         },
     },

@@ -131,3 +131,15 @@ def test_a_template_that_fails_at_calls_or_tools_is_named_as_the_cause(where: st
     proof.require()
     with pytest.raises(TemplateError, match=r"writes no tool call that a policy could sample: a call: .*append"):
         proof.require(tools=True)
+
+
+def test_a_template_that_reads_the_descriptions_of_parameters(tmp_path: Path):
+    """Command R+ adds them to text."""
+    reading = (
+        "{%- for tool in tools or [] %}{%- for _, p in tool.function.parameters.properties | items %}"
+        "{%- set _ = 'x' + p.description %}{%- endfor %}{%- endfor %}"
+    )
+    folder = make(tmp_path, reading + CHATML_TEMPLATE, CHATML_SPECIAL, CHATML_MARKERS)
+    renderer = Renderer.from_directory(folder)
+    assert not renderer.habits.inline_calls
+    prove(renderer).require(tools=True)
