@@ -20,11 +20,13 @@ def check_sections(config: RunConfig) -> None:
     """
     _check_envs(config)
     _check_models(config)
+    _check_teacher(config)
     for name, view in config.by_env.items():
         try:
             view.algorithm.refuse_dead_keys()  # its advantage may be another than the run's
         except ValueError as e:
             raise ValueError(f"envs.{name}: {e}") from None
+        _check_distilled(view, name)
         _check_group_size(view, name)
         _check_room(view, name)
     _check_step(config)
@@ -147,6 +149,54 @@ def _check_models(config: RunConfig) -> None:
         )
     if config.engine.sync == "lora" and learner.lora is None:
         raise ValueError("engine.sync lora sends the adapter alone, and there is none: set learner.lora")
+
+
+def _check_teacher(config: RunConfig) -> None:
+    """What a teacher needs, and what needs a teacher."""
+    teacher, learner = config.teacher, config.learner
+    tiny = config.model.tiny
+    if teacher is not None and teacher.path is not None and tiny is not None and "vocab" in tiny.written:
+        raise ValueError(
+            "model.tiny.vocab has no effect with teacher.path, whose tokenizer the tiny model takes: remove it"
+        )
+    if learner.reference_ranks and teacher is None and learner.lora is not None:
+        raise ValueError(
+            "learner.reference_ranks has no effect with learner.lora: the reference is the policy without its "
+            "adapters; remove it"
+        )
+    if learner.reference_ranks and teacher is not None and teacher.url is not None:
+        raise ValueError(
+            "learner.reference_ranks has no effect with teacher.url: the teacher is on that server; remove it"
+        )
+    if teacher is not None and teacher.url is not None and config.rollout.temperature != 1:
+        raise ValueError(
+            f"teacher.url scores at temperature 1, and rollout.temperature is {config.rollout.temperature:g}: set "
+            "it to 1, or load the teacher with teacher.path"
+        )
+
+
+def _check_distilled(config: RunConfig, env: str = "") -> None:
+    """Without an advantage, only the KL penalty toward a teacher trains, and only in the loss."""
+    algorithm, where = config.algorithm, f"envs.{env}: " if env else ""
+    if algorithm.advantage.name != "none":
+        return
+    if config.teacher is None or algorithm.kl.coef == 0:
+        raise ValueError(
+            f"{where}algorithm.advantage none leaves the rewards out, so nothing would be learned without a "
+            "teacher: set `teacher` and algorithm.kl.coef, or choose another advantage"
+        )
+    idle = {
+        "kl.where": algorithm.kl.where != "loss",
+        "loss": "loss" in algorithm.written and not isinstance(algorithm.loss, OwnFunction),
+        "drop_zero_signal_groups": algorithm.drop_zero_signal_groups,
+        "correction.off_policy": algorithm.correction.off_policy is not None,
+    }
+    for key, given in idle.items():
+        if given:
+            raise ValueError(
+                f"{where}algorithm.{key} has no effect with algorithm.advantage: none, which leaves only the KL "
+                "penalty in the loss: remove it"
+            )
 
 
 def _check_group_size(config: RunConfig, env: str = "") -> None:

@@ -31,6 +31,7 @@ from agentrl.config.loggers import LoggerConfig
 from agentrl.config.place import Places
 from agentrl.config.reward_model import RewardModelConfig
 from agentrl.config.section import COLDEST, HOTTEST, Count, Device, Fraction, Positive, Section
+from agentrl.config.teacher import TeacherConfig
 
 
 class TinyModel(Section):
@@ -380,9 +381,10 @@ class LearnerConfig(Section):
     """Sequence parallelism: this many ranks compute each row together, for rows longer than one rank can take. A
     micro-batch then has this many times `tokens_per_micro_batch` tokens. It must divide `ranks`, and
     `reference_ranks` and `critic.ranks` where they are set."""
-    reference_ranks: Annotated[Count, OnResume("free"), NeverWith("lora"), NeverWhen("algorithm.kl.coef", 0)] = 0
-    """Number of dedicated Ray workers for the reference, each with one shard; 0 runs it on the policy's ranks.
-    With dedicated ranks, the policy also runs on Ray, even with a single rank."""
+    reference_ranks: Annotated[Count, OnResume("free"), NeverWhen("algorithm.kl.coef", 0)] = 0
+    """Number of dedicated Ray workers for the reference or the teacher, each with one shard; 0 runs it on the
+    policy's ranks. With dedicated ranks, the policy also runs on Ray, even with a single rank. Adapters need none:
+    without a teacher, the reference is the policy without them."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Compute precision; parameters and accumulated gradients are always float32."""
     attention: Annotated[Literal["auto", "sdpa", "flex", "flash"], OnResume("free")] = "auto"
@@ -512,6 +514,9 @@ class RunConfig(Section):
         None
     )
     reward_model: Annotated[RewardModelConfig | None, UnusedBy("eval", "serve")] = None
+    teacher: Annotated[
+        TeacherConfig | None, NeverWhen("algorithm.kl.coef", 0), UnusedBy("eval", "serve"), OnResume("fixed")
+    ] = None
     optim: Annotated[OptimConfig, UnusedBy("eval", "serve")] = OptimConfig()
     learner: Annotated[LearnerConfig, UnusedBy("eval", "serve")] = LearnerConfig()
     eval: Annotated[EvalConfig, OnResume("free"), UnusedBy("serve")] = EvalConfig()

@@ -41,6 +41,7 @@ from agentrl.learner.sequence_check import check_sequence
 from agentrl.learner.shard import World, all_finite, check_offload, whole
 from agentrl.learner.split import Columns, MicroBatches, RankResult, Rows, TokenValues
 from agentrl.learner.state import TrainingState, copy_state, restore_optimizer, whole_weights
+from agentrl.learner.teacher_server import asked_teacher
 from agentrl.models.device import pick_device, use_device
 from agentrl.models.routers import RouteReplay
 
@@ -80,9 +81,11 @@ class LocalPolicyRank:
         if config.checkpoint_activations:
             checkpoint_activations(self.policy)
         self.reference: PreTrainedModel | None = None
-        if spec.algorithm.kl.coef > 0 and spec.reference_dir is not None:
-            shared = config.lora is not None
-            self.reference = self.policy if shared else self._load(spec.reference_dir).requires_grad_(False)
+        self._adapters_off = spec.adapters_off
+        if (frozen := spec.frozen_dir) is not None:
+            self.reference = self.policy if self._adapters_off else self._load(frozen).requires_grad_(False)
+            if spec.teacher is not None:  # another architecture, perhaps
+                check_sequence(self.reference, self.world.sequence, f"teacher {frozen}")
         trained = [p for p in self.policy.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(trained, optim, optim.lr)
         has_critic = spec.critic is not None and spec.critic_dir is not None
@@ -213,9 +216,10 @@ class LocalPolicyRank:
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
-        """Where adapters are trained, the reference is the policy without them. Its routers choose themselves."""
+        """Where adapters are trained and no teacher is set, the reference is the policy without them. Its routers
+        choose themselves."""
         own = nullcontext() if self.replay is None else self.replay.replaying(None)
-        with own, adapters_off(self.policy) if self.config.lora else nullcontext():
+        with own, adapters_off(self.policy) if self._adapters_off else nullcontext():
             yield
 
     def imitate(self, batches: Sequence[Rows], total: int, lr: float) -> float:
@@ -352,9 +356,11 @@ class LocalPolicyRank:
 
 
 def local_learner(spec: LearnerSpec) -> Learner:
-    """A learner of one rank in this process, which also holds reference and critic."""
+    """A learner of one rank in this process, which also holds reference (unless it is on a server) and critic."""
     rank = LocalPolicyRank(spec)
-    return Learner(spec, InProcess(rank, rank), begin=partial(use_device, rank.device))
+    return Learner(
+        spec, InProcess(rank, rank), reference=asked_teacher(spec), begin=partial(use_device, rank.device)
+    )
 
 
 def _own_world(config: LearnerConfig, device: torch.device) -> World:

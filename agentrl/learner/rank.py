@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
+from agentrl.config.teacher import TeacherConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +33,10 @@ class LearnerSpec:
         policy_dir: a Hugging Face model directory.
         temperature: the sampling temperature.
         total_steps: of the run, for the learning-rate schedule.
-        reference_dir: the frozen model of the KL penalty; None if there is none.
+        reference_dir: the model that training began with: what adapters are added to, and the frozen model of the
+            KL penalty unless there is a teacher; None if neither is needed.
+        teacher: the frozen model of the KL penalty instead.
+        reference_elsewhere: whether the frozen model has ranks to itself.
         critic_dir: what the critic starts from; None if there is no critic.
         seed: of the order in which episodes are dealt out over updates.
         ray: address of the Ray cluster; without it one is started on this machine.
@@ -45,15 +49,32 @@ class LearnerSpec:
     temperature: float
     total_steps: int
     reference_dir: Path | None = None
+    teacher: TeacherConfig | None = None
+    reference_elsewhere: bool = False
     critic: CriticConfig | None = None
     critic_dir: Path | None = None
     seed: int = 0
     ray: str | None = None
 
     @property
+    def frozen_dir(self) -> Path | None:
+        """The frozen model of the KL penalty, if these ranks evaluate it."""
+        if self.algorithm.kl.coef == 0 or self.reference_elsewhere:
+            return None
+        if self.teacher is None:
+            return self.reference_dir
+        return None if self.teacher.path is None else Path(self.teacher.path)
+
+    @property
+    def adapters_off(self) -> bool:
+        """Whether the frozen model is the policy without its adapters."""
+        return self.config.lora is not None and self.teacher is None
+
+    @property
     def folders(self) -> tuple[Path, ...]:
         """The model directories."""
-        return tuple(d for d in (self.policy_dir, self.reference_dir, self.critic_dir) if d is not None)
+        found = (self.policy_dir, self.reference_dir, self.frozen_dir, self.critic_dir)
+        return tuple(dict.fromkeys(d for d in found if d is not None))
 
 
 class Annotator(Protocol):

@@ -21,6 +21,7 @@ from agentrl.learner.rank import GroupedRanks, LearnerSpec, Rank, Ranks
 from agentrl.learner.rank_pool import MakeRank, RankPool
 from agentrl.learner.reference import Reference
 from agentrl.learner.shard import check_offload
+from agentrl.learner.teacher_server import asked_teacher
 from agentrl.ray_cluster import connect, import_ray
 
 KEYS = {"learner": "learner.ranks", "reference": "learner.reference_ranks", "critic": "critic.ranks"}
@@ -36,7 +37,7 @@ def ray_learner(spec: LearnerSpec) -> Learner:
     """
     config = spec.config
     sizes = {"learner": config.ranks}
-    if spec.reference_dir is not None and config.reference_ranks:
+    if spec.frozen_dir is not None and config.reference_ranks:
         sizes["reference"] = config.reference_ranks
     if spec.critic is not None and spec.critic_dir is not None and spec.critic.ranks:
         sizes["critic"] = spec.critic.ranks
@@ -67,7 +68,7 @@ def ray_learner(spec: LearnerSpec) -> Learner:
         )
         shared = replace(
             whole,
-            reference_dir=None if reference else whole.reference_dir,
+            reference_elsewhere=reference is not None,
             critic_dir=None if critic else whole.critic_dir,
         )
         pools = [(pool, whole) for pool in (reference, critic) if pool is not None]
@@ -75,7 +76,7 @@ def ray_learner(spec: LearnerSpec) -> Learner:
         return Learner(
             spec,
             _shared(policy, config),
-            reference=None if reference is None else _shared(reference, config),
+            reference=asked_teacher(spec) if reference is None else _shared(reference, config),
             critic=None if critic is None else _shared(critic, config),
             disconnect=stack.pop_all().close,
         )

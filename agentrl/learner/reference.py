@@ -1,4 +1,4 @@
-"""The reference on separate ranks: the frozen model that the KL penalty is measured against."""
+"""The reference or teacher on separate ranks: the frozen model that the KL penalty is measured against."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Reference:
     """One rank of a reference that has ranks to itself: an `Annotator`; all ranks must be called alike."""
 
     def __init__(self, spec: LearnerSpec, world: World) -> None:
-        directory = spec.reference_dir
+        directory = spec.frozen_dir
         assert directory is not None
 
         def make(values: bool) -> PreTrainedModel:

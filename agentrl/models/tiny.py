@@ -6,11 +6,13 @@ It learns to call a tool in minutes on a laptop. The result is an ordinary Huggi
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.config.run import TinyModel
+from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import Qwen3Config
@@ -19,6 +21,7 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Control tokens, left out of decoded text."""
 MARKER_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 """Added tokens that decode to their text, as in Qwen3."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """Words, single digits, punctuation, white space: the pre-tokenization of the Qwen family."""
 
@@ -64,26 +67,55 @@ def make_tokenizer(directory: Path, corpus: Iterable[str], *, vocab: int, max_co
     (directory / "chat_template.jinja").write_text((files("agentrl.chat") / "chatml.jinja").read_text())
 
 
-def make_tiny_model(directory: Path, corpus: Iterable[str], config: TinyModel, *, seed: int = 0) -> None:
-    """Write a randomly initialized model and its tokenizer to `directory`; the same seed gives the same bytes."""
+def make_tiny_model(
+    directory: Path, corpus: Iterable[str], config: TinyModel, *, seed: int = 0, tokenizer_of: Path | None = None
+) -> None:
+    """Write a randomly initialized model and its tokenizer to `directory`; the same seed gives the same bytes.
+
+    Args:
+        tokenizer_of: a folder whose tokenizer is taken instead of one trained on the corpus.
+    """
     import torch
     from tokenizers import Tokenizer
     from transformers import Qwen3ForCausalLM
 
     from agentrl.models.loading import LOADING
 
-    make_tokenizer(directory, corpus, vocab=config.vocab, max_context=config.max_context)
+    if tokenizer_of is None:
+        make_tokenizer(directory, corpus, vocab=config.vocab, max_context=config.max_context)
+        known: dict[str, int] = {}
+    else:
+        known = _copy_tokenizer(tokenizer_of, directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     shape = tiny_config(
         config,
-        vocab=tokenizer.get_vocab_size(),
-        end=tokenizer.token_to_id("<|im_end|>"),
-        padding=tokenizer.token_to_id("<|endoftext|>"),
+        vocab=max([tokenizer.get_vocab_size(), *(id + 1 for id in tokenizer.get_vocab().values())]),
+        end=known.get("eos_token_id", tokenizer.token_to_id("<|im_end|>")),
+        padding=known.get("pad_token_id", tokenizer.token_to_id("<|endoftext|>")),
     )
     with LOADING, torch.random.fork_rng(devices=[]):  # the generator is that of all threads
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(shape)
     model.save_pretrained(directory)
+
+
+def _copy_tokenizer(source: Path, directory: Path) -> dict[str, int]:
+    """Copy the files of a tokenizer; returns the ids that the config.json beside them names.
+
+    Raises:
+        ConfigError: there is no tokenizer.
+    """
+    if not (source / "tokenizer.json").is_file():
+        raise ConfigError(f"{source}: has no tokenizer.json: copy it from the model's repository")
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
+    try:
+        found = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {key: found[key] for key in ("eos_token_id", "pad_token_id") if isinstance(found.get(key), int)}
 
 
 def tiny_config(

@@ -48,6 +48,7 @@ from agentrl.trainer.estimator import make_estimator
 from agentrl.trainer.rewardless import no_reward
 from agentrl.trainer.room import too_long
 from agentrl.trainer.samples import to_records
+from agentrl.trainer.teacher_check import check_teacher_folder
 from agentrl.trainer.warmup import too_long_to_sample
 from agentrl.types import LIMITS, Episode, Group, Segment, Task
 
@@ -101,6 +102,8 @@ def rehearsals(
     content = load_content(config)
     check_held_out(config, content)
     check_reward_model(config.reward_model, [part.make_env() for part in content.by_env.values()])
+    if config.model.path is not None:
+        check_teacher_folder(config, Path(config.model.path))
     refuse_unknown_targets(config)
     for view in config.by_env.values():
         make_estimator(view.algorithm)
@@ -208,7 +211,8 @@ async def _rehearse(
     notes = [*repeated_ids(content), *fewer_tasks(config, content)]
     notes += [*config.algorithm.notes(config.rollout.max_staleness), *noting.notes]
     env = content.make_env()
-    if config.reward_model is None and (nothing := no_reward(env, (scripted, silent))):
+    rewards = config.reward_model is None and config.algorithm.advantage.name != "none"
+    if rewards and (nothing := no_reward(env, (scripted, silent))):
         (notes if env.declared_rewards() is None else findings).append(nothing)
     given = {part for episode in (scripted, silent) for part in reward_parts(episode)}
     if nothing := weight_of_nothing(config.sole_env.reward_weights, given):

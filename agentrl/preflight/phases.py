@@ -21,11 +21,14 @@ class Models:
     """The sizes of a run's models, read from their folders.
 
     Attributes:
+        reference: the frozen model of the KL penalty (the teacher, if the run has one), where the learner holds it
+            in addition; None if it is on a server, or the policy without its adapters.
         critic: what the critic begins with, if there is one.
         scorer: parameters of a classifier that the run itself asks; 0 without one.
     """
 
     policy: ModelShape
+    reference: ModelShape | None
     critic: ModelShape | None
     scorer: int
 
@@ -42,7 +45,20 @@ class Models:
         if critic is not None:
             value = policy if critic.path is None else ModelShape.of_directory(Path(critic.path))
         asked = scorer is not None and scorer.kind == "classifier"
-        return cls(policy, value, classifier_parameters(Path(scorer.path or "")) if scorer and asked else 0)
+        return cls(
+            policy,
+            _reference(config, policy),
+            value,
+            classifier_parameters(Path(scorer.path or "")) if scorer and asked else 0,
+        )
+
+
+def _reference(config: RunConfig, policy: ModelShape) -> ModelShape | None:
+    if config.algorithm.kl.coef == 0:
+        return None
+    if config.teacher is None:
+        return policy if config.learner.lora is None else None
+    return None if config.teacher.path is None else ModelShape.of_directory(Path(config.teacher.path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +190,8 @@ def _held(config: RunConfig, models: Models, *, moments: bool = True) -> dict[st
     parts = {"parameters": FLOAT32 * (shape.parameters + adapters) // ranks}
     if moments:
         parts["optimizer"] = policy_moments(config, shape) // ranks
-    if config.algorithm.kl.coef > 0 and learner.lora is None and not learner.reference_ranks:
-        parts["reference"] = FLOAT32 * shape.parameters // ranks
+    if models.reference is not None and not learner.reference_ranks:
+        parts["reference"] = FLOAT32 * models.reference.parameters // ranks
     if config.critic is not None and models.critic is not None and not config.critic.ranks:
         critic = FLOAT32 * models.critic.parameters
         critic += models.critic.moment_bytes(config.optim.state) if moments else 0
@@ -197,10 +213,11 @@ def _update(config: RunConfig, models: Models) -> Phase:
 
 def _apart(config: RunConfig, models: Models) -> list[Phase]:
     """Memory of one rank of each model with separate ranks."""
-    learner, shape, found = config.learner, models.policy, []
-    if ranks := learner.reference_ranks:
-        held = {} if learner.cpu_offload else {"parameters": FLOAT32 * shape.parameters // ranks}
-        parts = held | _computing(config, shape, backward=False) | _logits(config, shape)
+    learner, found = config.learner, []
+    if models.reference is not None and (ranks := learner.reference_ranks):
+        reference = models.reference
+        held = {} if learner.cpu_offload else {"parameters": FLOAT32 * reference.parameters // ranks}
+        parts = held | _computing(config, reference, backward=False) | _logits(config, reference)
         found.append(Phase("reference", "each of its ranks", parts))
     if config.critic is not None and models.critic is not None and (ranks := config.critic.ranks):
         critic = models.critic

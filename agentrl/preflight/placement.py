@@ -56,12 +56,15 @@ def _models(config: RunConfig, device: str) -> list[str]:
     """The reference and the critic, if the run has them."""
     learner, lines = config.learner, []
     if config.algorithm.kl.coef > 0:
-        how = "a frozen copy on the policy's ranks, sharded the same way"
-        if learner.lora:
+        teacher = config.teacher
+        how = f"{'a frozen copy' if teacher is None else teacher.path} on the policy's ranks, sharded the same way"
+        if teacher is not None and teacher.url is not None:
+            how = f"{teacher.model} at {teacher.url}"
+        elif teacher is None and learner.lora:
             how = "the policy without its adapters"
         elif learner.reference_ranks:
             how = f"{_ranks(learner.reference_ranks, device)}, its own"
-        lines.append(f"reference: {how}")
+        lines.append(f"{'reference' if teacher is None else 'teacher'}: {how}")
     if config.critic is not None:
         own = config.critic.ranks
         how = f"{_ranks(own, device)}, its own" if own else "on the policy's ranks, sharded the same way"

@@ -112,8 +112,9 @@ def _update(config: RunConfig, models: Models, batch: Arithmetic, machine: Machi
     backward = (3.0 if learner.lora is None else 2.0) + again  # forward; backward of both kinds
     trained = trained_parameters(config, models.policy)
     work = [_Work(models.policy, learner.ranks, epochs * backward + looks, epochs, looks, trained)]
-    if algorithm.kl.coef > 0:
-        work.append(_Work(models.policy, learner.reference_ranks or learner.ranks, 1.0, 0, 1, 0))
+    frozen = models.policy if config.teacher is None else models.reference  # None: on a server
+    if algorithm.kl.coef > 0 and frozen is not None:
+        work.append(_Work(frozen, learner.reference_ranks or learner.ranks, 1.0, 0, 1, 0))
     if config.critic is not None and models.critic is not None:
         passes = 1.0 + epochs * (3.0 + again)  # its values first
         ranks = config.critic.ranks or learner.ranks

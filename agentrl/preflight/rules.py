@@ -132,7 +132,16 @@ def reference(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]
     """PL07: what the reference costs, and which one it is."""
     if config.algorithm.kl.coef == 0:
         return
-    if config.learner.lora is not None:
+    if config.teacher is not None and config.teacher.url is not None:
+        text = "the teacher is on a server, which scores every episode while the policy waits"
+    elif config.teacher is not None:
+        where = (
+            "on dedicated ranks, which the policy waits for"
+            if config.learner.reference_ranks
+            else "by the policy's ranks"
+        )
+        text = f"the teacher is a frozen model: one more forward pass of its size, {where}"
+    elif config.learner.lora is not None:
         text = "the reference is the policy without its adapters: no second copy, one more forward pass"
     elif config.learner.reference_ranks:
         text = (
@@ -140,7 +149,10 @@ def reference(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]
         )
     else:
         text = "the reference is a frozen copy: one more forward pass, about a quarter of an update"
-    yield PlanFinding("PL07", "note", text, "set algorithm.kl.coef to 0 to do without")
+    advice = (
+        "set algorithm.kl.coef to 0 to do without" if config.teacher is None else "remove teacher to do without"
+    )
+    yield PlanFinding("PL07", "note", text, advice)
 
 
 def waves(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:

@@ -113,6 +113,13 @@ def _changes(given: RunConfig) -> list[str]:
         found["algorithm.updates_per_step"] = min(episodes, given.algorithm.updates_per_step)
     if given.critic is not None:
         found |= {"critic.ranks": None, "critic.path": None}  # it begins as a copy of the tiny policy
+    if given.teacher is not None:  # the tiny policy has none
+        found["teacher"] = None
+        if given.algorithm.advantage.name == "none":
+            found["algorithm.advantage"] = None
+        for name, env in given.envs.items():
+            if env.algorithm.advantage is not None and env.algorithm.advantage.name == "none":
+                found[f"envs.{name}.algorithm.advantage"] = None
     for name, env in given.envs.items():
         for key in SMALL_ROLLOUT.keys() & env.rollout.model_fields_set:
             if (own := getattr(env.rollout, key)) is not None:

@@ -13,6 +13,7 @@ from agentrl.config.place import located
 from agentrl.config.reward_model import RewardModelConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.schemes import scheme_of
+from agentrl.config.teacher import TeacherConfig
 from agentrl.env.env import Env
 from agentrl.env.load import load_env, said_by
 from agentrl.env.rows import load_rows, read_jsonl
@@ -140,8 +141,15 @@ def require_solved(content: Content, what: str) -> None:
             raise ConfigError(f"{what} has to know when an episode of {name} is solved: {NOT_DECLARED}")
 
 
-async def require_endpoints(content: Content, reward_model: RewardModelConfig | None = None) -> None:
-    """Raises InfraError if nothing accepts connections at a URL that an env or the reward model needs."""
+async def require_endpoints(
+    content: Content, reward_model: RewardModelConfig | None = None, teacher: TeacherConfig | None = None
+) -> None:
+    """Raises InfraError if nothing accepts connections at a URL that an env or one of the models needs."""
+    if teacher is not None and teacher.url and (why := await unreachable(teacher.url)):
+        raise InfraError(
+            f"teacher.url {teacher.url}: nothing accepts connections there ({why}); start the server, or correct "
+            "the address"
+        )
     if reward_model is not None and reward_model.url and (why := await unreachable(reward_model.url)):
         raise JudgeError(
             f"reward_model.url {reward_model.url}: nothing accepts connections there ({why}); start the server, "

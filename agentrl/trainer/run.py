@@ -63,6 +63,7 @@ from agentrl.trainer.signals import StoppedEarly, StopRequest, stop_requested, u
 from agentrl.trainer.start import make_learner, make_room, make_start, sent_weights
 from agentrl.trainer.step_log import StepLog
 from agentrl.trainer.summary import summarize
+from agentrl.trainer.teacher_check import check_teacher_folder, check_teacher_server
 from agentrl.trainer.training_run import Run
 from agentrl.trainer.verify import WeightCheck, check_rows
 from agentrl.types import Group
@@ -131,7 +132,7 @@ async def _train_run(setting: _Setting) -> Summary:
     reporter.within("reading tasks")
     earlier = _earlier_summary(store, reporter)
     content = _checked_content(config, store, reporter)
-    await require_endpoints(content, config.reward_model)
+    await require_endpoints(content, config.reward_model, config.teacher)
     code = check_code(config, content, store, accept=setting.accept_code)
     for line in code.changed:
         reporter.note(f"changed since the newest checkpoint: {line}")
@@ -201,6 +202,8 @@ def _checked_content(config: RunConfig, store: RunStore, reporter: Reporter) -> 
     content = load_content(config)
     check_held_out(config, content)
     check_reward_model(config.reward_model, [part.make_env() for part in content.by_env.values()])
+    if config.model.path is not None:
+        check_teacher_folder(config, Path(config.model.path))  # before a cold start, which takes time
     notes = (*repeated_ids(content), *fewer_tasks(config, content))
     for note in (*notes, *config.algorithm.notes(config.rollout.max_staleness)):
         reporter.note(note)
@@ -247,6 +250,9 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     for part in content.by_env.values():
         require_template(renderer, await task_tools(part.make_env, part.train_tasks))
     check_renderer(renderer, policy)
+    for note in check_teacher_folder(config, start):
+        reporter.note(note)
+    await check_teacher_server(config, start)
     reporter.phase("start")
     reporter.within("loading the learner")
     learner = await make_learner(config, policy, start)
@@ -309,7 +315,11 @@ def _step_log(setting: _Setting, content: Content) -> StepLog:
         setting.config,
         setting.store,
         setting.reporter,
-        {name: RewardWatch(part.make_env()) for name, part in content.by_env.items()},
+        {
+            name: RewardWatch(part.make_env())
+            for name, part in content.by_env.items()
+            if setting.config.by_env[name].algorithm.advantage.name != "none"
+        },
         setting.store.redraws(),
         setting.disk_thread,
         setting.examiner,

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from agentrl.config.run import RunConfig, WarmupConfig
+from agentrl.config.teacher import TeacherConfig
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import ConfigError
 from agentrl.learner.critic import CRITIC_FOLDER
@@ -63,7 +64,9 @@ async def make_start(
         shutil.rmtree(leftover, ignore_errors=True)
     if config.model.tiny is not None:
         try:
-            make_tiny_model(base, corpus(content), config.model.tiny, seed=config.seed)
+            teacher = None if config.teacher is None else config.teacher.path
+            given = None if teacher is None else Path(teacher)  # a policy that learns from it needs its tokenizer
+            make_tiny_model(base, corpus(content), config.model.tiny, seed=config.seed, tokenizer_of=given)
         except SafetensorError as e:
             raise file_error(e, base) from e
         source = base
@@ -171,12 +174,20 @@ async def make_learner(config: RunConfig, policy: Path, reference: Path | None) 
         temperature=config.rollout.temperature,
         total_steps=config.steps,
         reference_dir=reference,
+        teacher=None if reference is None else _absolute(config.teacher),
         critic=critic,
         critic_dir=None if critic is None else critic_dir,
         seed=config.seed,
         ray=config.ray,
     )
     return await asyncio.to_thread(ray_learner if on_ray else local_learner, spec)
+
+
+def _absolute(teacher: TeacherConfig | None) -> TeacherConfig | None:
+    """The same with a path that holds in every process."""
+    if teacher is None or teacher.path is None:
+        return teacher
+    return teacher.model_copy(update={"path": str(Path(teacher.path).absolute())})
 
 
 async def sent_weights(config: RunConfig, learner: Learner) -> dict[str, Tensor]:

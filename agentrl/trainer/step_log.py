@@ -36,7 +36,7 @@ class StepLog:
     """Writes to the run folder and tells the reporter.
 
     Args:
-        rewards: watches the rewards of each env.
+        rewards: watches the rewards of each env that learns from them.
         redraws: of the steps before, if the run was resumed.
         disk_thread: where tokens are written and the curve is drawn.
         examiner: the doctor.
@@ -90,7 +90,8 @@ class StepLog:
                 continue
             if step == 1 and (nothing := _weight_of_nothing(view, played)):
                 self.reporter.note(f"step 1: {nothing}")
-            self.rewards[name].see(step, played)
+            if name in self.rewards:
+                self.rewards[name].see(step, played)
 
     def tokens(self, batch: Batch, rows: TrainingRows, update: StepResult) -> None:
         """Write the learner's values of each token, in the background."""

@@ -1,0 +1,153 @@
+"""A teacher on a server: the log-probabilities of given tokens, from OpenAI's completions with `echo`."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from agentrl.config.teacher import TeacherConfig
+from agentrl.errors import ConfigError, EngineError
+from agentrl.learner.pack import in_pack_order
+from agentrl.learner.rank import Annotator, LearnerSpec, Ranks
+from agentrl.learner.split import Columns, Rows
+from agentrl.types import Sample
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+Part = TypeVar("Part")
+Result = TypeVar("Result")
+LONGEST_PAUSE_S = 20.0
+
+
+class TeacherServer:
+    """Asks a server for the log-probabilities of tokens: an `Annotator`. Safe to use from several threads.
+
+    Source: the OpenAI API reference (legacy completions), as vLLM, SGLang and `agentrl serve` implement it.
+    """
+
+    def __init__(self, config: TeacherConfig) -> None:
+        self.config, self.where = config, f"teacher.url {config.url} ({config.model})"
+        self._client: OpenAI | None = None
+        self._threads = ThreadPoolExecutor(config.max_concurrent, "agentrl-teacher")
+
+    def annotate(self, batches: Sequence[Rows], names: frozenset[str]) -> list[Columns]:
+        """`ref_logprobs` of all rows, at temperature 1.
+
+        Raises:
+            ConfigError: the server refuses the request, or answers without log-probabilities.
+            EngineError: it could not be reached within `teacher.retry_s`.
+        """
+        rows = [row for batch in batches for row in in_pack_order(batch)]
+        waiting = [self._threads.submit(self._of_row, row) for row in rows]
+        try:
+            return [{"ref_logprobs": each.result()} for each in waiting]
+        finally:
+            for each in waiting:
+                each.cancel()
+
+    def scored(self, ids: Sequence[int]) -> tuple[list[float | None], list[str]]:
+        """The log-probability of each token given those before it (None for the first), and its text.
+
+        Raises:
+            ConfigError, EngineError: see `annotate`.
+        """
+        answer = self._ask(ids)
+        found = answer.choices[0].logprobs if answer.choices else None
+        values = list(found.token_logprobs or ()) if found is not None else []
+        texts = list(found.tokens or ()) if found is not None else []
+        if len(values) < len(ids) or any(value is None for value in values[1 : len(ids)]):
+            raise ConfigError(
+                f"{self.where}: scores {len(values)} of {len(ids)} given tokens; it needs a server whose "
+                "/completions supports `echo` with `logprobs`"
+            )
+        return values[: len(ids)], texts[: len(ids)]
+
+    def close(self) -> None:
+        """Forget the connections; idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._client is not None:
+            self._client.close()
+
+    def _of_row(self, row: Sample) -> tuple[float, ...]:
+        end = max((n + 1 for n, on in enumerate(row.loss_mask) if on), default=0)
+        if end == 0:
+            return ()
+        values, _ = self.scored(row.ids[:end])
+        return tuple(float(value or 0.0) for value, on in zip(values, row.loss_mask, strict=False) if on)
+
+    def _ask(self, ids: Sequence[int]) -> Any:
+        """The answer; failures of the server are tried again."""
+        import openai
+
+        until, pause, told = time.monotonic() + self.config.retry_s, 0.5, False
+        while True:
+            try:
+                return self._connected().completions.create(
+                    model=self.config.model or "",
+                    prompt=list(ids),
+                    echo=True,
+                    logprobs=1,
+                    max_tokens=1,
+                    temperature=1.0,
+                )
+            except openai.APIStatusError as e:
+                if e.status_code < 500 and e.status_code not in (408, 409, 429):
+                    raise ConfigError(f"{self.where}: HTTP {e.status_code}: {str(e)[:500]}") from e
+                why = f"HTTP {e.status_code}: {str(e)[:200]}"
+            except (openai.APIError, ValueError) as e:  # no connection, a timeout, or an answer that is no JSON
+                why = f"{type(e).__name__}: {str(e.__cause__ or e)[:200]}"
+            if time.monotonic() + pause > until:
+                raise EngineError(
+                    f"{self.where}: no answer for {self.config.retry_s} s ({why}); the run can be resumed when it "
+                    "is back"
+                )
+            if not told and pause > 2:
+                warnings.warn(f"{self.where} does not answer ({why}); trying again", stacklevel=2)
+                told = True
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def _connected(self) -> OpenAI:
+        from openai import OpenAI
+
+        if self._client is None:
+            key = os.environ.get(self.config.key_env, "") if self.config.key_env else "none"
+            if not key:
+                raise ConfigError(f"teacher.key_env: the environment variable {self.config.key_env} is not set")
+            self._client = OpenAI(
+                base_url=self.config.url, api_key=key, max_retries=0, timeout=self.config.timeout_s
+            )
+        return self._client
+
+
+class InBackground(Ranks[Annotator]):
+    """One rank whose calls begin at once in another thread, while ranks in this process compute."""
+
+    size = 1
+
+    def __init__(self, rank: TeacherServer) -> None:
+        self._rank, self._thread = rank, ThreadPoolExecutor(1, "agentrl-teacher-calls")
+
+    def start(
+        self, call: Callable[[Annotator, Part], Result], parts: Sequence[Part], *, doing: str, writes: bool = False
+    ) -> Callable[[], list[Result]]:
+        """Begin; what is returned waits for the results."""
+        begun: list[Future[Result]] = [self._thread.submit(call, self._rank, part) for part in parts]
+        return lambda: [each.result() for each in begun]
+
+    def close(self) -> None:
+        """End the thread and the connections; idempotent."""
+        self._rank.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def asked_teacher(spec: LearnerSpec) -> InBackground | None:
+    """The teacher as ranks of the learner, if it is on a server."""
+    if spec.teacher is None or spec.teacher.url is None or spec.algorithm.kl.coef == 0:
+        return None
+    return InBackground(TeacherServer(spec.teacher))

@@ -1,0 +1,121 @@
+"""Check before the first step that a teacher reads the policy's tokens as the policy does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.config.run import RunConfig
+from agentrl.config.teacher import TeacherConfig
+from agentrl.errors import ConfigError
+from agentrl.learner.teacher_server import TeacherServer
+from agentrl.models.folder import check_model_folder, refuse_adapter
+from agentrl.trainer.room import longest_episode
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TEXT = 'The weather tool answers {"city": "Oslo", "degrees": -12.5}, so the answer is 42.\n'
+"""What a server scores, to see whether its tokens are the policy's."""
+TOKENIZER = "tokenizer.json"
+
+
+def check_teacher_folder(config: RunConfig, policy: Path) -> list[str]:
+    """Compare the tokenizer of `teacher.path` with that of the policy's folder; nothing without such a teacher.
+
+    Returns:
+        Notes: tokens that the teacher does not know.
+
+    Raises:
+        ConfigError: the folder holds no model, ids mean other tokens there, or an episode does not fit.
+    """
+    teacher = config.teacher
+    if teacher is None or teacher.path is None:
+        return []
+    directory, where = Path(teacher.path), f"teacher.path {teacher.path}"
+    check_model_folder(directory, where)
+    refuse_adapter(directory, where)
+    known, own = _ids(directory, where), _ids(policy, f"the policy's folder {policy}")
+    texts = {id: token for token, id in known.items()}
+    other = sorted(id for token, id in own.items() if texts.get(id, token) != token or known.get(token, id) != id)
+    if other:
+        mine = {id: token for token, id in own.items()}
+        raise ConfigError(
+            f"{where}: another tokenizer: {len(other)} of {len(own)} tokens differ (id {other[0]} is "
+            f"{mine[other[0]]!r} for the policy and {texts.get(other[0])!r} for the teacher): distillation needs "
+            "a teacher with the policy's tokenizer"
+        )
+    rows, context = _sizes(directory)
+    if rows is not None and max(own.values()) >= rows:
+        raise ConfigError(f"{where}: has {rows} embeddings, and the policy samples ids up to {max(own.values())}")
+    longest = min(longest_episode(config), _sizes(policy)[1] or longest_episode(config))
+    if context is not None and context < longest:
+        raise ConfigError(
+            f"{where}: its context is {context} tokens, and an episode may have {longest}: set "
+            f"rollout.token_budget to at most {context}"
+        )
+    new = sorted(token for token, id in own.items() if id not in texts)
+    shown = ", ".join(map(repr, new[:4])) + (", ..." if len(new) > 4 else "")
+    return [f"{where}: was not trained with {len(new)} of the policy's tokens ({shown})"] if new else []
+
+
+async def check_teacher_server(config: RunConfig, policy: Path) -> None:
+    """See whether the server at `teacher.url` scores the policy's tokens; nothing without such a teacher.
+
+    Raises:
+        ConfigError: it scores no given tokens, or reads ids as other tokens.
+        EngineError: it does not answer.
+    """
+    if config.teacher is not None and config.teacher.url is not None:
+        await asyncio.to_thread(
+            _compare_texts, config.teacher, _tokenizer(policy, f"the policy's folder {policy}")
+        )
+
+
+def _compare_texts(teacher: TeacherConfig, tokenizer: Tokenizer) -> None:
+    ids: Sequence[int] = tokenizer.encode(TEXT, add_special_tokens=False).ids
+    server = TeacherServer(teacher)
+    try:
+        _, texts = server.scored(ids)
+    finally:
+        server.close()
+    own = [tokenizer.decode([id], skip_special_tokens=False) for id in ids]
+    whole = [(mine, text) for mine, text in zip(own, texts, strict=False) if mine.isascii() and text.isascii()]
+    other = [(mine, text) for mine, text in whole if mine.strip() != text.replace("Ġ", " ").strip()]
+    if len(other) > len(whole) / 2:
+        mine, text = other[0]
+        raise ConfigError(
+            f"{server.where}: another tokenizer: what is {mine!r} for the policy is {text!r} there: distillation "
+            "needs a teacher with the policy's tokenizer"
+        )
+
+
+def _tokenizer(directory: Path, where: str) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    file = directory / TOKENIZER
+    if not file.is_file():
+        raise ConfigError(f"{where}: has no {TOKENIZER} to compare: copy it from the model's repository")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as e:  # tokenizers raises plain Exception
+        raise ConfigError(f"{file}: {str(e)[:300]}") from e
+
+
+def _ids(directory: Path, where: str) -> dict[str, int]:
+    return _tokenizer(directory, where).get_vocab(with_added_tokens=True)
+
+
+def _sizes(directory: Path) -> tuple[int | None, int | None]:
+    """The number of embeddings and the longest context, where config.json says them."""
+    try:
+        found = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{directory / 'config.json'}: {e}") from e
+    text = found.get("text_config") if isinstance(found.get("text_config"), dict) else found
+    sizes = (text.get("vocab_size"), text.get("max_position_embeddings"))
+    rows, context = (size if isinstance(size, int) else None for size in sizes)
+    return rows, context
