@@ -9,7 +9,11 @@ With d = logprob - ref_logprob of a token drawn from the policy:
 
 A straight-through form ("k1+", "abs+", "k2+", "k3+") has the value of the one and the gradient of k2, which
 is d * grad(logprob): the unbiased one, linear in the drift, so that it never vanishes where drift is large.
-"unbiased" is k3+. Source: Schulman, "Approximating KL divergence" (2020); arXiv:2506.09477 on the gradients.
+"unbiased" is k3+. "centered" has its value and the gradient (d - b) * grad(logprob), where b is the mean d of the
+step: unbiased as well, and of lower variance where the reference is far away, as a teacher is at first. "full" is
+not an estimate from the token drawn: `whole_kl` compares the whole distributions.
+
+Source: Schulman, "Approximating KL divergence" (2020); arXiv:2506.09477 on the gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +34,9 @@ def bounded_exp(x_T: Tensor, bound: float = _MAX_LOG_RATIO) -> Tensor:
     return torch.exp(inner_T) * (1 + (x_T - inner_T))
 
 
-def kl_per_token(kind: str, logprobs_T: Tensor, ref_logprobs_T: Tensor, loss_mask_T: Tensor) -> Tensor:
+def kl_per_token(
+    kind: str, logprobs_T: Tensor, ref_logprobs_T: Tensor, loss_mask_T: Tensor, mean_T: Tensor | None = None
+) -> Tensor:
     """[T] the KL estimate of each token, 0 (value and gradient) where the token is not trained.
 
     Args:
@@ -38,6 +44,7 @@ def kl_per_token(kind: str, logprobs_T: Tensor, ref_logprobs_T: Tensor, loss_mas
         logprobs_T: [T] log-probabilities under the policy; gradients flow into them.
         ref_logprobs_T: [T] under the reference; no gradient.
         loss_mask_T: [T] bool.
+        mean_T: [T] the mean d of the step for "centered"; None: 0.
 
     Raises:
         ValueError: unknown kind.
@@ -46,11 +53,34 @@ def kl_per_token(kind: str, logprobs_T: Tensor, ref_logprobs_T: Tensor, loss_mas
         raise ValueError(f"unknown KL kind {kind!r}; there are {', '.join(KL_KINDS)}")
     # Mask before exp(): inf or nan in a masked position would still poison the gradient.
     d_T = torch.where(loss_mask_T.bool(), logprobs_T - ref_logprobs_T.detach(), logprobs_T.new_zeros(()))
+    if kind == "centered":
+        above_T = d_T.detach() if mean_T is None else d_T.detach() - mean_T
+        gradient_T = torch.where(loss_mask_T.bool(), above_T, 0.0) * d_T
+        return _value("k3", d_T.detach()) + (gradient_T - gradient_T.detach())
     if kind == "unbiased" or kind.endswith("+"):
         value_T = _value("k3" if kind == "unbiased" else kind[:-1], d_T.detach())
         gradient_T = d_T.square() / 2
         return value_T + (gradient_T - gradient_T.detach())
     return _value(kind, d_T)
+
+
+def whole_kl(at_Tk: Tensor, ref_at_Tk: Tensor, *, rest: bool) -> Tensor:
+    """[T] KL(policy, reference) of the distributions in the place of each token.
+
+    Its gradient does not depend on the token drawn there (Rao-Blackwell). Where `rest`, the k tokens are not the
+    whole vocabulary, and the others count as one more token; the result is then a lower bound.
+
+    Args:
+        at_Tk: [T, k] log-probabilities under the policy; gradients flow into them.
+        ref_at_Tk: [T, k] of the same tokens under the reference; no gradient.
+    """
+    ref_at_Tk = ref_at_Tk.detach()
+    kl_T = (at_Tk.exp() * (at_Tk - ref_at_Tk)).sum(-1)
+    if not rest:
+        return kl_T
+    least = torch.finfo(at_Tk.dtype).eps
+    others_T, ref_others_T = ((1 - logprobs.exp().sum(-1)).clamp(min=least) for logprobs in (at_Tk, ref_at_Tk))
+    return kl_T + others_T * (others_T.log() - ref_others_T.log())
 
 
 def _value(kind: str, d_T: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ Aggregation = Literal[
 """How token losses are aggregated into one number."""
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
 
-KLKind = Literal["unbiased", "k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
+KLKind = Literal["unbiased", "centered", "k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
 """Estimates of the KL divergence per token; see `agentrl.algo.kl`."""
 KL_KINDS: tuple[str, ...] = get_args(KLKind)
 

@@ -91,10 +91,15 @@ class KLConfig(Section):
     both."""
     coef: NonNegative = 0.01
     """Weight of the penalty; 0 disables it and skips the reference pass."""
-    kind: Annotated[Literal["auto", KLKind], NeverWhen("coef", 0)] = "auto"
-    """The estimate. `auto`: `unbiased` in the loss (k3's value, an unbiased gradient that never vanishes) and
-    `k1` in the reward. A `+` keeps the estimate's value and uses the gradient of k2. Without it, `k1` in the loss
-    has a gradient of 0 on average, and `abs` and `k3` do not have the gradient of the KL divergence either."""
+    kind: Annotated[Literal["auto", "full", KLKind], NeverWhen("coef", 0)] = "auto"
+    """The estimate. `auto`: `k1` in the reward; in the loss `unbiased` (k3's value, an unbiased gradient that
+    never vanishes), or with a `teacher` `full` where the policy's ranks evaluate it, else `centered`. `full`
+    compares the whole distributions instead of the token drawn; `centered` is `unbiased` with the mean of the step
+    as a baseline. A `+` keeps the estimate's value and uses the gradient of k2. Without it, `k1` in the loss has a
+    gradient of 0 on average, and `abs` and `k3` do not have the gradient of the KL divergence either."""
+    top: Annotated[Count, Advanced()] = 128
+    """`full`: how many tokens, the likeliest of the reference or teacher in each place, are compared one by one;
+    the others count as one. 0: the whole vocabulary; memory grows with it."""
     control: Annotated[Literal["fixed", "adaptive"], NeverWhen("coef", 0), Advanced()] = "fixed"
     """Keep the weight fixed, or adapt it to the measured KL; the current weight is saved in checkpoints."""
     target: Annotated[Above0, OnlyWhen("control", "adaptive"), Advanced()] = 0.1
@@ -115,12 +120,12 @@ class KLConfig(Section):
     @property
     def loss_kind(self) -> str:
         """The estimate in the loss."""
-        return "unbiased" if self.kind == "auto" else self.kind
+        return "unbiased" if self.kind == "auto" else self.kind  # with a teacher see `RunConfig.decided_algorithm`
 
     @property
     def reward_kind(self) -> str:
         """The estimate in the reward."""
-        return "k1" if self.kind == "auto" else self.kind
+        return "k1" if self.kind in ("auto", "full", "centered") else self.kind
 
 
 class CorrectionConfig(Section):

@@ -597,6 +597,16 @@ class RunConfig(Section):
         return {name: _view(self, each) for name, each in self.envs.items()} or {"": self}
 
     @property
+    def decided_algorithm(self) -> AlgorithmConfig:
+        """`algorithm` with what is `auto` resolved."""
+        algorithm = self.algorithm.decided(self.rollout.max_staleness)
+        if self.teacher is None or algorithm.kl.kind != "auto" or not algorithm.kl.in_loss:
+            return algorithm
+        here = self.teacher.path is not None and not self.learner.reference_ranks
+        kl = algorithm.kl.model_copy(update={"kind": "full" if here else "centered"})
+        return algorithm.model_copy(update={"kl": kl})
+
+    @property
     def learner_on_ray(self) -> bool:
         """Whether the policy is trained on Ray: it has several ranks, or another model has dedicated ranks."""
         apart = self.learner.reference_ranks + (0 if self.critic is None else self.critic.ranks)

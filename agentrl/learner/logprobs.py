@@ -25,12 +25,21 @@ Wanted = frozenset[str]
 """Of "entropy" and "sum_pi_squared": what to compute in addition to the log-probabilities."""
 
 
+class Likeliest(NamedTuple):
+    """The k most likely tokens in the place of each trained token, the first of them the likeliest."""
+
+    ids_Nk: Tensor
+    logprobs_Nk: Tensor
+
+
 class TokenStats(NamedTuple):
     """Of the N trained tokens of a micro-batch, in float32 or better; None if not requested."""
 
     logprobs_N: Tensor
     entropy_N: Tensor | None = None
     sum_pi_squared_N: Tensor | None = None
+    at_Nk: Tensor | None = None
+    likeliest: Likeliest | None = None
 
 
 def token_stats(
@@ -41,6 +50,9 @@ def token_stats(
     chunk: int = 0,
     wanted: Wanted = frozenset(),
     entropy_gradient: bool = False,
+    at_Nk: Tensor | None = None,
+    likeliest: int = 0,
+    vocabulary: int | None = None,
 ) -> TokenStats:
     """Statistics of the trained tokens under the model.
 
@@ -49,18 +61,26 @@ def token_stats(
         chunk: tokens whose logits exist at once; 0 makes all of them at once.
         wanted: what to compute in addition to the log-probabilities.
         entropy_gradient: whether gradients flow through the entropy.
+        at_Nk: k more ids in the place of each trained token whose log-probabilities are wanted.
+        likeliest: how many of the likeliest tokens in each place are wanted, at most all.
+        vocabulary: the likeliest are among the ids below this.
     """
 
-    def read(logits_CV: Tensor, ids_N: Tensor, row_N: Tensor | None) -> Tensor:
-        return token_columns(logits_CV, ids_N, temperature, wanted, entropy_gradient, row_N)
+    def read(logits_CV: Tensor, ids_NK: Tensor, row_N: Tensor | None) -> Tensor:
+        columns_NC = token_columns(logits_CV, ids_NK, temperature, wanted, entropy_gradient, row_N)
+        if not likeliest:
+            return columns_NC
+        best_NK = _likeliest(logits_CV, likeliest, temperature, vocabulary, row_N)
+        return torch.cat([columns_NC, best_NK], dim=-1)
 
     part = packed.part()
     predicting = _predicting(part)
+    ids_NK = part.ids_N if at_Nk is None else torch.cat([part.ids_N[:, None], part.own(at_Nk)], dim=-1)
     many = chunk and predicting.source_U.numel() > chunk
-    found_NC = _chunked(model, part, predicting, chunk, read) if many else None
+    found_NC = _chunked(model, part, predicting, ids_NK, chunk, read) if many else None
     if found_NC is None:
-        found_NC = read(_logits(model, part, predicting.source_U), part.ids_N, predicting.row_N)
-    return _stats(part.whole(found_NC), wanted)
+        found_NC = read(_logits(model, part, predicting.source_U), ids_NK, predicting.row_N)
+    return _stats(part.whole(found_NC), wanted, 0 if at_Nk is None else at_Nk.shape[1])
 
 
 def know_head(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
@@ -75,6 +95,7 @@ def know_head(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) 
             model,
             part,
             _predicting(part),
+            part.ids_N,
             1,
             lambda l_CV, ids_N, row_N: token_columns(l_CV, ids_N, 1.0, frozenset(), False, row_N),
         )
@@ -122,41 +143,64 @@ def token_columns(
     entropy_gradient: bool,
     row_N: Tensor | None = None,
 ) -> Tensor:
-    """[N, 1 to 3] log-probability of each id, entropy in nats, sum of squared probabilities; nan if not wanted.
+    """[N, 1 to 3] log-probability of each id, entropy in nats, sum of squared probabilities, as far as wanted.
 
     Args:
+        ids_N: [N], or [N, K] for the log-probabilities of several ids in each place: K columns instead of 1.
         row_N: the row of the logits that predicts each id; None: C is N, and each has its own.
     """
-    logits_CV = logits_CV.to(torch.promote_types(torch.float32, logits_CV.dtype))
-    if temperature != 1.0:
-        logits_CV = logits_CV / temperature
-    table_CV = torch.log_softmax(logits_CV, dim=-1)
+    table_CV = _log_softmax(logits_CV, temperature)
+    ids_NK = ids_N if ids_N.dim() == 2 else ids_N[:, None]
     if row_N is None:
-        columns = [table_CV.gather(1, ids_N[:, None])[:, 0]]
+        columns = [table_CV.gather(1, ids_NK)]
     else:
-        columns = [picked(table_CV.flatten(), row_N * table_CV.shape[1] + ids_N)]
+        columns = [picked(table_CV.flatten(), row_N[:, None] * table_CV.shape[1] + ids_NK)]
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         if wanted:
             probs_CV = table_CV.exp()
         if "entropy" in wanted:
             # 0 * -inf would be nan; the masked value keeps the gradient finite as well.
             entropy_C = -(probs_CV * table_CV.masked_fill(probs_CV == 0, 0.0)).sum(-1)
-            columns.append(entropy_C if row_N is None else picked(entropy_C, row_N))
+            columns.append((entropy_C if row_N is None else picked(entropy_C, row_N))[:, None])
         if "sum_pi_squared" in wanted:
             squares_C = probs_CV.square().sum(-1)
-            columns.append(squares_C if row_N is None else picked(squares_C, row_N))
-    return torch.stack(columns, dim=-1)
+            columns.append((squares_C if row_N is None else picked(squares_C, row_N))[:, None])
+    return torch.cat(columns, dim=-1)
 
 
-def _stats(found_NC: Tensor, wanted: Wanted) -> TokenStats:
-    names = ["logprobs_N", *(f"{name}_N" for name in ("entropy", "sum_pi_squared") if name in wanted)]
-    return TokenStats(**dict(zip(names, found_NC.unbind(-1), strict=True)))
+def _log_softmax(logits_CV: Tensor, temperature: float) -> Tensor:
+    logits_CV = logits_CV.to(torch.promote_types(torch.float32, logits_CV.dtype))
+    return torch.log_softmax(logits_CV if temperature == 1.0 else logits_CV / temperature, dim=-1)
+
+
+def _likeliest(
+    logits_CV: Tensor, count: int, temperature: float, vocabulary: int | None, row_N: Tensor | None
+) -> Tensor:
+    """[N, 2k] log-probabilities of the likeliest ids, and these ids, which a float32 holds exactly."""
+    table_CV = _log_softmax(logits_CV, temperature)[:, :vocabulary]
+    best = table_CV.topk(min(count, table_CV.shape[1]), dim=-1)
+    found_CK = torch.cat([best.values, best.indices.to(best.values.dtype)], dim=-1)
+    return found_CK if row_N is None else picked(found_CK, row_N)
+
+
+def _stats(found_NC: Tensor, wanted: Wanted, at: int) -> TokenStats:
+    names = [name for name in ("entropy", "sum_pi_squared") if name in wanted]
+    first, rest = 1 + at, 1 + at + len(names)
+    also = {name: found_NC[:, first + number] for number, name in enumerate(names)}
+    stats = TokenStats(found_NC[:, 0], also.get("entropy"), also.get("sum_pi_squared"))
+    if at:
+        stats = stats._replace(at_Nk=found_NC[:, 1:first])
+    if count := (found_NC.shape[1] - rest) // 2:
+        ids_Nk = found_NC[:, rest + count :].long()
+        stats = stats._replace(likeliest=Likeliest(ids_Nk, found_NC[:, rest : rest + count]))
+    return stats
 
 
 def _chunked(
     model: PreTrainedModel,
     part: PackedPart,
     predicting: _Predicting,
+    ids_N: Tensor,
     chunk: int,
     read: Callable[[Tensor, Tensor, Tensor | None], Tensor],
 ) -> Tensor | None:
@@ -175,7 +219,7 @@ def _chunked(
         return read(plain(hidden_CD), ids_N, row_N)
 
     def instead(hidden_1UD: Tensor) -> Tensor:
-        tokens, order_N = _in_chunks(part.ids_N, predicting, chunk)
+        tokens, order_N = _in_chunks(ids_N, predicting, chunk)
         pieces = [
             checkpoint(piece, hidden_CD, ids_N, row_N, use_reentrant=False, preserve_rng_state=False)
             for hidden_CD, (ids_N, row_N) in zip(torch.split(hidden_1UD[0], chunk), tokens, strict=True)

@@ -73,6 +73,11 @@ class PackedPart:
     owner_N: Tensor | None = None
     routes_TLk: Tensor | None = None
 
+    def own(self, given_N: Tensor) -> Tensor:
+        """The part of this rank, from what is known of all trained tokens of the batch."""
+        ranks = self.spans.sequence
+        return given_N if ranks is None or self.owner_N is None else given_N[self.owner_N == ranks.place]
+
     def whole(self, found_N: Tensor) -> Tensor:
         """What was found for all trained tokens of the batch, from what each rank found for its own."""
         ranks = self.spans.sequence

@@ -24,7 +24,7 @@ from agentrl.algo.correction import (
     drift,
     off_policy_sequences,
 )
-from agentrl.algo.kl import bounded_exp, kl_per_token
+from agentrl.algo.kl import bounded_exp, kl_per_token, whole_kl
 from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.algo.metrics import Metric, Metrics, mean_of, sum_of
 from agentrl.algo.parameters import Named
@@ -67,13 +67,26 @@ class Loss(NamedTuple):
     tokens: Mapping[str, Tensor]
 
 
+class Frozen(NamedTuple):
+    """What the reference or teacher says of the trained tokens.
+
+    Attributes:
+        likeliest_Nk: log-probabilities of its likeliest tokens, for a KL of whole distributions.
+        rest: whether there are more tokens than these.
+    """
+
+    logprobs_N: Tensor
+    likeliest_Nk: Tensor | None = None
+    rest: bool = False
+
+
 def policy_loss(
     configured: ConfiguredLoss,
     packed: Packed,
     stats: TokenStats,
     totals: Totals,
     *,
-    ref_logprobs_N: Tensor | None = None,
+    frozen: Frozen | None = None,
     kl_coef: float = 0.0,
     first_update: bool = True,
     record: bool = False,
@@ -82,11 +95,11 @@ def policy_loss(
 
     Args:
         packed: its tokens; `columns` may hold learner_logprobs (before the first update; the current ones are
-            taken if there are none), correction weights, selected, and the scale of the KL penalty (see
-            `agentrl.trainer.algorithm`).
+            taken if there are none), correction weights, selected, and the scale of the KL penalty and
+            the mean of its step (see `agentrl.trainer.algorithm`).
         stats: of the policy that is trained, with gradients.
         totals: counts of the whole update.
-        ref_logprobs_N: log-probabilities under the reference, if the loss has a KL penalty.
+        frozen: what the reference or teacher says of the tokens, if the loss has a KL penalty.
         kl_coef: the current weight of the penalty.
         first_update: whether the policy is still the one that the step began with.
         record: return the values of the tokens.
@@ -131,11 +144,11 @@ def policy_loss(
         tokens = {"learner_logprobs": learner_N, "ratio": ratio_N, "clipped": clipped_N}
         tokens |= {"kept": kept_N, "advantages": packed.advantages_N}
         tokens |= {} if stats.entropy_N is None else {"entropy": stats.entropy_N.detach()}
-        tokens |= {} if ref_logprobs_N is None else {"ref_logprobs": ref_logprobs_N}
+        tokens |= {} if frozen is None else {"ref_logprobs": frozen.logprobs_N}
         if configured.correction.importance != "none":
             tokens["weights"] = columns.get("correction", loss_weights_N / weights_N)
-    if ref_logprobs_N is not None and kl_coef > 0:
-        kl_N = kl_per_token(config.kl.loss_kind, new_N, ref_logprobs_N, mask_N)
+    if frozen is not None and kl_coef > 0:
+        kl_N = _kl(config.kl.loss_kind, stats, frozen, mask_N, columns.get("kl_mean"))
         scaled_N = kl_N * columns["kl_scale"] if "kl_scale" in columns else kl_N  # an env with its own weight
         loss = loss + kl_coef * aggregate(scaled_N, weights_N, mask_N)
         metrics["kl"] = mean_of(kl_N)
@@ -145,6 +158,15 @@ def policy_loss(
             loss = loss - config.entropy_coef * aggregate(stats.entropy_N, weights_N, mask_N)
     metrics["loss"] = sum_of(loss)
     return Loss(loss, metrics, measured, tokens)
+
+
+def _kl(kind: str, stats: TokenStats, frozen: Frozen, mask_N: Tensor, mean_N: Tensor | None) -> Tensor:
+    """[N] the KL of each token."""
+    if kind != "full":
+        return kl_per_token(kind, stats.logprobs_N, frozen.logprobs_N, mask_N, mean_N)
+    assert stats.at_Nk is not None
+    assert frozen.likeliest_Nk is not None
+    return whole_kl(stats.at_Nk, frozen.likeliest_Nk, rest=frozen.rest)
 
 
 def _clipped(loss: Tensor, logprobs_N: Tensor, pulls_N: Tensor) -> Tensor:

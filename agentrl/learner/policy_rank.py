@@ -33,7 +33,7 @@ from agentrl.learner.lora import (
 from agentrl.learner.micro_batch import annotated, lr_factor, packed_rows, recorded, saving, working_dtype
 from agentrl.learner.optimizer import make_optimizer
 from agentrl.learner.pack import Packed
-from agentrl.learner.policy_loss import Loss, make_policy_loss, policy_loss
+from agentrl.learner.policy_loss import Frozen, Loss, make_policy_loss, policy_loss
 from agentrl.learner.policy_model import checkpoint_activations, empty_policy, load_policy
 from agentrl.learner.rank import InProcess, LearnerSpec, Note
 from agentrl.learner.routing_replay import check_replay, route_metrics
@@ -127,15 +127,16 @@ class LocalPolicyRank:
         def train(of: MicroBatches, first: bool, rows: Rows, backward: Backward) -> Loss:
             packed = packed_rows(rows, of.columns, self.device, self._dtype, self.world.sequence)
             with self._replaying(packed):  # in the backward pass too, which may compute blocks again
+                frozen, at_Nk = self._frozen(packed)
                 with saving(self.config):
-                    stats = self._stats(self.policy, packed, frozenset({"entropy"}))
+                    stats = self._stats(self.policy, packed, frozenset({"entropy"}), at_Nk=at_Nk)
                     routes = route_metrics(self.replay, packed) if first else {}
                     loss = policy_loss(
                         self.policy_loss,
                         packed,
                         stats,
                         of.totals,
-                        ref_logprobs_N=self._reference_logprobs(packed),
+                        frozen=frozen,
                         kl_coef=of.kl_coef,
                         first_update=first,
                         record=of.record and bool(rows),
@@ -189,7 +190,15 @@ class LocalPolicyRank:
         """The dtype of the computation on the models' outputs."""
         return working_dtype(self.policy)
 
-    def _stats(self, model: PreTrainedModel, packed: Packed, wanted: Wanted = frozenset()) -> TokenStats:
+    def _stats(
+        self,
+        model: PreTrainedModel,
+        packed: Packed,
+        wanted: Wanted = frozenset(),
+        *,
+        at_Nk: Tensor | None = None,
+        likeliest: int = 0,
+    ) -> TokenStats:
         return token_stats(
             model,
             packed,
@@ -197,18 +206,29 @@ class LocalPolicyRank:
             chunk=self.config.logits_at_once,
             wanted=wanted,
             entropy_gradient=self.algorithm.entropy_coef > 0,
+            at_Nk=at_Nk,
+            likeliest=likeliest,
+            vocabulary=_vocabulary(self.policy),
         )
 
-    def _reference_logprobs(self, packed: Packed) -> Tensor | None:
-        """[N] under the reference, where the loss has a KL penalty."""
-        if not self.algorithm.kl.in_loss:
-            return None
-        if "ref_logprobs" in packed.columns:
-            return packed.columns["ref_logprobs"]
+    def _frozen(self, packed: Packed) -> tuple[Frozen | None, Tensor | None]:
+        """What the reference or teacher says of the tokens, where the loss has a KL penalty; and the [N, k] ids
+        whose probabilities are compared, where distributions are."""
+        kl = self.algorithm.kl
+        if not kl.in_loss:
+            return None, None
+        whole = kl.loss_kind == "full"
+        if "ref_logprobs" in packed.columns and not whole:
+            return Frozen(packed.columns["ref_logprobs"]), None
         if self.reference is None:
-            return None
+            return None, None
+        sizes = _vocabulary(self.policy), _vocabulary(self.reference)
         with torch.no_grad(), self._as_reference():
-            return self._stats(self.reference, packed).logprobs_N
+            found = self._stats(self.reference, packed, likeliest=(kl.top or max(sizes)) if whole else 0)
+        if found.likeliest is None:
+            return Frozen(found.logprobs_N), None
+        ids_Nk, likeliest_Nk = found.likeliest
+        return Frozen(found.logprobs_N, likeliest_Nk, rest=ids_Nk.shape[1] < max(sizes)), ids_Nk
 
     def _replaying(self, packed: Packed) -> AbstractContextManager[None]:
         """Where the policy takes the sampler's experts."""
@@ -353,6 +373,11 @@ class LocalPolicyRank:
         factor = lr_factor(self.optim_config, self.steps_done, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = self.optim_config.lr * factor
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    """The number of ids that the model's logits are of."""
+    return int(model.config.get_text_config().vocab_size)
 
 
 def local_learner(spec: LearnerSpec) -> Learner:

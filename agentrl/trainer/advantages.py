@@ -173,6 +173,15 @@ def correct_rows(rows: Sequence[Sample], configured: ConfiguredLoss) -> tuple[li
     return (flat.rows if bool(keep_N.all()) else flat.kept(keep_N)), metrics, measured
 
 
+def with_kl_mean(rows: Sequence[Sample]) -> list[Sample]:
+    """Note with each token how far the sampler is from the reference in the mean of the step."""
+    if not any(any(row.loss_mask) for row in rows):
+        return list(rows)
+    flat = Flat.of(rows)
+    mean = float((flat.trained("logprobs") - flat.column("ref_logprobs")).mean())
+    return [replace(row, columns={**row.columns, "kl_mean": (mean,) * sum(row.loss_mask)}) for row in flat.rows]
+
+
 def without_advantage(rows: Sequence[Sample], key: Callable[[Sample], K]) -> frozenset[K]:
     """The episodes or groups (by `key`) without a token under the loss whose advantage is not 0."""
     loud = {key(row) for row in rows if any(a for a, on in zip(row.advantages, row.loss_mask, strict=True) if on)}

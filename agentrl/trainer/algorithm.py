@@ -18,7 +18,7 @@ from agentrl.config.algorithm import AlgorithmConfig, KLConfig
 from agentrl.config.choice import OwnFunction
 from agentrl.config.run import RunConfig
 from agentrl.learner.policy_loss import make_policy_loss
-from agentrl.trainer.advantages import StepTokens, correct_rows, without_advantage
+from agentrl.trainer.advantages import StepTokens, correct_rows, with_kl_mean, without_advantage
 from agentrl.trainer.estimator import NamedEstimator, make_estimator
 from agentrl.trainer.samples import TrainingRows, joined, scores_by_env, to_samples
 from agentrl.types import Group, Sample
@@ -26,7 +26,10 @@ from agentrl.types import Group, Sample
 LATE_FIELDS = frozenset({"values_N", "old_logprobs_N", "sum_pi_squared_N"})
 """Columns an estimator may need from the learner."""
 LOSS_COLUMNS = frozenset(
-    {"learner_logprobs", "ref_logprobs", "values", "returns", "correction", "selected", "high_entropy", "kl_scale"}
+    {
+        *("learner_logprobs", "ref_logprobs", "values", "returns", "correction", "selected", "high_entropy"),
+        *("kl_scale", "kl_mean"),
+    }
 )
 """Columns read by the losses; others are removed before the step."""
 
@@ -132,6 +135,8 @@ class Algorithm:
         if rows.idle:
             following = iter(active)  # as many as before: nothing is rejected where rows are idle
             samples = [row if row.episode_id in rows.idle else next(following) for row in rows.samples]
+        if self.config.kl.in_loss and self.config.kl.loss_kind == "centered":
+            samples = with_kl_mean(samples)
         return replace(
             rows, samples=[_stripped(row) for row in samples], metrics=rows.metrics | metrics, drift=measured
         )
@@ -194,7 +199,8 @@ class Algorithm:
             found.add("values")
         if "sum_pi_squared_N" in self._estimators_need:
             found.add("sum_pi_squared")
-        if c.kl.in_reward or (c.kl.in_loss and c.epochs > 1):
+        again = c.kl.in_loss and c.epochs > 1 and c.kl.loss_kind != "full"
+        if c.kl.in_reward or again or (c.kl.in_loss and c.kl.loss_kind == "centered"):
             found.add("ref_logprobs")
         if c.entropy_top < 1:
             found.add("entropy")
@@ -216,7 +222,7 @@ def algorithm_of(config: RunConfig, reference_apart: bool, record: bool) -> Algo
     """The algorithm of a run, with what its envs have of their own; see `Algorithm`."""
     own = {name: env.algorithm for name, env in config.envs.items()}
     return Algorithm(
-        config.algorithm.decided(config.rollout.max_staleness),
+        config.decided_algorithm,
         overlong=config.rollout.overlong,
         reference_apart=reference_apart,
         by_env={name: of_env.advantage for name, of_env in own.items() if of_env.advantage},

@@ -168,7 +168,7 @@ async def make_learner(config: RunConfig, policy: Path, reference: Path | None) 
     critic_dir = saved if saved.is_dir() else Path((critic and critic.path) or policy)
     spec = LearnerSpec(
         policy,
-        algorithm=config.algorithm.decided(config.rollout.max_staleness),
+        algorithm=config.decided_algorithm,
         optim=config.optim,
         config=config.learner,
         temperature=config.rollout.temperature,

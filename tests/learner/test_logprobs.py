@@ -34,13 +34,35 @@ def test_values_and_gradients_are_those_of_the_whole_matrix(model, chunk: int):
     whole = token_stats(model, packed, chunk=0, **given)
     wanted = backward(whole, model)
     chunked = token_stats(model, packed, chunk=chunk, **given)
-    for ours, theirs in zip(chunked, whole, strict=True):
+    for ours, theirs in zip(chunked[:3], whole[:3], strict=True):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
     assert torch.allclose(backward(chunked, model), wanted, rtol=0, atol=1e-10)
     logits_NV = forward(model, packed).detach() / 0.7
     probs_NV = torch.softmax(logits_NV, dim=-1)
     assert torch.allclose(whole.entropy_N, torch.distributions.Categorical(probs_NV).entropy())
     assert torch.allclose(whole.sum_pi_squared_N, probs_NV.square().sum(-1))
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 7])
+def test_other_ids_and_the_likeliest_in_the_place_of_each_token(model, chunk: int):
+    packed = pack(make_batch(1), dtype=torch.float64)
+    table_NV = torch.log_softmax(forward(model, packed).detach() / 0.7, dim=-1)
+    best = token_stats(model, packed, temperature=0.7, chunk=chunk, likeliest=5, vocabulary=100).likeliest
+    assert best is not None
+    wanted = table_NV[:, :100].topk(5, dim=-1)
+    assert torch.equal(best.ids_Nk, wanted.indices)
+    assert torch.allclose(best.logprobs_Nk, wanted.values, rtol=0, atol=1e-12)
+    given = {"temperature": 0.7, "chunk": chunk, "wanted": EVERYTHING, "entropy_gradient": True}
+    stats, plain = (token_stats(model, packed, at_Nk=at, **given) for at in (best.ids_Nk, None))
+    assert torch.allclose(stats.at_Nk, wanted.values, rtol=0, atol=1e-12)
+    assert all(torch.equal(a, b) for a, b in zip(stats[:3], plain[:3], strict=True)), "the rest is as without them"
+    model.zero_grad()
+    stats.at_Nk.square().sum().backward()
+    found = gradients(model)
+    model.zero_grad()
+    logits_NV = forward(model, packed) / 0.7
+    torch.log_softmax(logits_NV, dim=-1).gather(1, best.ids_Nk).square().sum().backward()
+    assert torch.allclose(found, gradients(model), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("chunk", [0, 512])
