@@ -37,7 +37,8 @@ class Mlflow:
             experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
             id = self._client.create_run(experiment, run_name=run.name).info.run_id
             run.remember("run_id", id)
-            parameters = iter([Param(_name(key), str(value)[:500]) for key, value in _flat(run.config)])
+            named = {_name(key): str(value)[:500] for key, value in _flat(run.config)}  # two may have one name
+            parameters = iter([Param(name, text) for name, text in named.items()])
             while some := list(islice(parameters, 100)):
                 self._client.log_batch(id, params=some)
             self._client.log_dict(id, dict(run.config), "config.json")
