@@ -128,6 +128,12 @@ def test_a_wrong_setting_is_refused(given: object, said: str) -> None:
     assert said in str(raised.value)
 
 
+def test_a_series_that_is_no_metric_is_refused() -> None:
+    make_loggers([LoggerConfig(use="tensorboard", series=["reward", "env/env", "held_out/hard", "pass@4"])])
+    with pytest.raises(ConfigError, match="'groups_with_signl' is not a metric; did you mean 'groups_with_signal'"):
+        make_loggers([LoggerConfig(use="tensorboard", series=["reward", "groups_with_signl"])])
+
+
 def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.extras.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"loggers: wandb needs wandb.*agentrl-train\[wandb\]"):

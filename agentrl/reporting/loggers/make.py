@@ -15,6 +15,8 @@ from agentrl.reporting.loggers.protocol import Logger
 from agentrl.reporting.loggers.tensorboard import TensorBoard
 from agentrl.reporting.loggers.trackio import Trackio
 from agentrl.reporting.loggers.wandb import Wandb
+from agentrl.reporting.metric_docs import METRICS, describe
+from agentrl.suggest import did_you_mean
 
 
 def make_loggers(configs: Sequence[LoggerConfig]) -> list[Fed]:
@@ -34,12 +36,17 @@ def make_loggers(configs: Sequence[LoggerConfig]) -> list[Fed]:
 
 
 def check_loggers(configs: Sequence[LoggerConfig]) -> None:
-    """See that the packages are installed, without importing them.
+    """See that the packages are installed, without importing them, and that the chosen series exist.
 
     Raises:
-        ConfigError: one is missing.
+        ConfigError: one is missing, or a name in `series` is none of a metric.
     """
     for config in configs:
+        for name in config.series if isinstance(config.series, list) else ():
+            if describe(name) is None:
+                near = did_you_mean(name, [doc.name for doc in METRICS])
+                hint = f"; {near}" if near else ""
+                raise ConfigError(f"loggers: series: {name!r} is not a metric{hint} (docs/metrics.md)")
         if config.use in LOGGERS and config.use in EXTRAS:
             require(config.use, f"loggers: {config.use}")
         if config.use == "tensorboard" and importlib.util.find_spec("torch") is None:
