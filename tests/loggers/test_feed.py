@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.reporting.loggers import log_feed as feed_module
-from agentrl.reporting.loggers.hide_secrets import without_secrets
+from agentrl.reporting.loggers.hide_secrets import has_secrets, without_secrets
 from agentrl.reporting.loggers.log_feed import QUEUED, Fed, LogFeed
 from agentrl.reporting.loggers.protocol import RunInfo, SampleEpisode
 
@@ -183,6 +183,8 @@ def test_secrets_are_hidden_and_nothing_else() -> None:
         {"text": "-----BEGIN RSA PRIVATE KEY-----\nhush\nhush\n-----END RSA PRIVATE KEY-----"},
         {"text": "github_pat_hushhushhushhushhush"},
         {"header": "Basic aHVzaDpodXNo"},
+        {"api_keys": ["hush"], "passwords": {"me": "hush"}},
+        {"url": "postgres://me:p@hush@host/db"},
     ],
 )
 def test_secrets_in_other_places_are_hidden_too(config: dict[str, object]):
@@ -196,6 +198,34 @@ def test_what_only_looks_like_a_secret_stays():
     config = {"pad_token": 0, "key": 3, "max_tokens": 64, "log": {"tokens": "all"}, "monkey": "x", "token": None}
     config |= {"text": "Basic skills, a token of thanks; sort_key=size", "use_token": False}
     assert without_secrets(config) == config
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["train", "a.yaml", "--set", "env.options.api_key=hush"], True),
+        (["train", "--set", "env.options={auth: {code: hush}}"], True),
+        (["train", "a.yaml", "--set", "rollout.max_tokens=32", "--set", "name={"], False),
+    ],
+)
+def test_a_command_that_says_a_secret_is_found(words: list[str], found: bool):
+    assert has_secrets(words) is found
+
+
+def test_a_logger_whose_library_would_hold_up_the_process_is_told_when_it_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(feed_module, "FLUSH_S", 0.2)
+
+    class Clings(Hangs):
+        def abandon(self) -> None:
+            self.calls.append(("abandon",))
+
+    clings = Clings()
+    feed = started(tmp_path, [], Fed("clings", clings, "all"))
+    feed.metrics(0, {"a": 0.0})
+    assert clings.entered.wait(30)
+    feed.finish({"steps": 1})
+    assert clings.calls[-1] == ("abandon",)
+    clings.go.set()
 
 
 def test_the_last_call_is_made_although_the_queue_was_empty_before_it(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,62 @@ def test_wandb_offline_goes_on_under_the_same_id(tmp_path: Path) -> None:
     assert {"reward/größe 🎯@2", "held_out"} <= set(rows[0])
     assert "drift/chi2" not in rows[0]
     assert sum(any(name.startswith("episodes_table") for name in row) for row in rows) >= 3
+
+
+def start(folder: Path, logger: str, config: dict[str, Any], *words: str, **settings: Any) -> list[Any]:
+    """Start and end one logger in another process with these words on its command line.
+
+    Returns:
+        Its notes, and how long the process took to end after them.
+    """
+    code = (
+        "import json, sys, time; from pathlib import Path;"
+        "from agentrl.config.loggers import LoggerConfig; from agentrl.reporting.loggers.log_feed import LogFeed;"
+        "from agentrl.reporting.loggers.make import make_loggers; import agentrl.reporting.loggers.log_feed as f;"
+        "from agentrl.reporting.loggers.protocol import RunInfo;"
+        "f.FLUSH_S = 5.0 if sys.argv[1] == 'down' else 60.0;"
+        "given = json.loads(sys.stdin.read()); notes = [];"
+        "feed = LogFeed(make_loggers([LoggerConfig(**given['logger'])]), notes.append);"
+        "feed.start(RunInfo('run', Path(given['folder']), given['config'])); feed.metrics(1, {'reward': 1.0});"
+        "feed.finish({'steps': 1}); print(json.dumps([*notes, time.time()]), flush=True)"
+    )
+    given = {"logger": {"use": logger, **settings}, "folder": str(folder), "config": config}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *(words or ("-",))],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env={**os.environ, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "a" * 40},
+    )
+    *notes, told = json.loads(done.stdout)
+    assert done.stderr == ""
+    return [*notes, time.time() - told]
+
+
+def test_wandb_does_not_get_a_command_that_says_a_secret(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    for secret in (True, False):
+        word = f"env.options.{'api_key' if secret else 'depth'}=hush"
+        start(tmp_path / str(secret), "wandb", {}, "--set", word, mode="offline")
+        (file,) = (tmp_path / str(secret)).glob("wandb/wandb/offline-run-*/run-*.wandb")
+        assert (b"hush" in file.read_bytes()) is not secret
+
+
+def test_a_wandb_server_that_is_down_does_not_hold_up_the_end_of_the_process(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    note, seconds = start(tmp_path, "wandb", {}, "down", mode="online")
+    assert note == "logger wandb did not finish within 5 s; the run ends without it"
+    assert seconds < 20
+
+
+def test_mlflow_takes_keys_that_have_the_same_name_there(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    notes = start(tmp_path, "mlflow", {"options": {"a b@": 1, "a b#": 2, "x/y": 3, "x.y": 4}})[:-1]
+    assert notes == []
+    (metric,) = tmp_path.glob("mlflow/mlruns/*/*/metrics/reward")
+    assert metric.read_text().split()[1:] == ["1.0", "1"]
 
 
 @pytest.mark.skipif(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import yaml
 
 HIDDEN = "(hidden)"
 _KEY = re.compile(
     r"(^|[_\-. ]|(?-i:(?<=[a-z0-9])(?=[A-Z])))"
-    r"(api[_-]?key|access[_-]?key|private[_-]?key|key|secret|secrets|password|passwd|pwd|passphrase|"
+    r"(api[_-]?keys?|access[_-]?keys?|private[_-]?keys?|key|secrets?|passwords?|passwd|pwd|passphrase|"
     r"credentials?|auth|authorization|token|bearer|cookie)$",
     re.IGNORECASE,
 )
 _VALUE = re.compile(
-    r"(?P<url>\b[a-z][a-z0-9+.-]*://)[^/@\s]+@"
+    r"(?P<url>\b[a-z][a-z0-9+.-]*://)[^/?#\s]+@"
     r"|\bBearer\s+\S+"
     r"|\bBasic\s+(?=\S*(?:[\d=]|(?-i:[a-z][A-Z])))[\w+/=-]{8,}"
     r"|\b(?:sk|hf|gh[opsur]|github_pat|glpat|xox[abeps]|nvapi|gsk|pypi|npm|r8)[-_][A-Za-z0-9_-]{16,}"
@@ -32,6 +34,18 @@ _FLAG = re.compile(r"--?[\w-]*(key|token|secret|password)", re.IGNORECASE)
 def without_secrets(config: Mapping[str, object]) -> dict[str, object]:
     """A copy in which values of keys such as `api_key`, and credentials inside of texts, are hidden."""
     return {str(key): HIDDEN if _secret(str(key), value) else _clean(value) for key, value in config.items()}
+
+
+def has_secrets(words: Sequence[str]) -> bool:
+    """Whether a command line, such as `--set env.options.api_key=...`, says what `without_secrets` would hide."""
+    given: dict[str, object] = {"words": list(words)}
+    for word in words:
+        key, _, value = word.partition("=")
+        try:
+            given[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            given[key] = value
+    return without_secrets(given) != given
 
 
 def _secret(key: str, value: object) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agentrl.reporting.loggers.protocol import Logger, RunInfo
+from agentrl.reporting.loggers.protocol import Abandonable, Logger, RunInfo
 from agentrl.reporting.loggers.sample_table import sample_rows
 from agentrl.reporting.metric_docs import curated
 from agentrl.types import Episode
@@ -89,6 +89,8 @@ class _Worker:
         self.thread.join(max(0.0, until - time.monotonic()))
         if self.thread.is_alive() and not self._off:
             self._off = True
+            if isinstance(self.fed.logger, Abandonable):
+                self.fed.logger.abandon()
             self._say(f"did not finish within {FLUSH_S:g} s; the run ends without it")
         elif self._dropped:
             self._say(f"did not get {self._dropped} calls, because it was too slow")

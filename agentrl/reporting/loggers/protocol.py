@@ -72,3 +72,11 @@ class Logger(Protocol):
 
     def finish(self, summary: Mapping[str, object]) -> None:
         """The run ended; empty if it was interrupted. Everything must be written when this returns."""
+
+
+@runtime_checkable
+class Abandonable(Protocol):
+    """A logger whose library would hold up the end of the process."""
+
+    def abandon(self) -> None:
+        """The run ends without waiting for it any longer; called from another thread."""

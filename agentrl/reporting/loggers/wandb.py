@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Literal
 
+from agentrl.reporting.loggers.hide_secrets import has_secrets
 from agentrl.reporting.loggers.protocol import RunInfo, SampleEpisode
 from agentrl.reporting.loggers.sample_table import COLUMNS
 
@@ -21,6 +24,9 @@ class Wandb:
         """Start the run, or continue the one of the same id."""
         import wandb
 
+        hides = has_secrets(sys.argv[1:])  # W&B's metadata contains the command
+        settings = wandb.Settings(silent=True, console="off", x_disable_meta=hides)
+        wandb.setup(settings=settings)  # of the whole process: nothing may ask for a key on the terminal of a run
         if (id := run.recall("id")) is None:
             id = uuid.uuid4().hex[:12]
             run.remember("id", id)
@@ -33,7 +39,7 @@ class Wandb:
             name=run.name,
             dir=str(run.folder),
             config=dict(run.config),
-            settings=wandb.Settings(silent=True, console="off"),
+            settings=settings,
         )
         # W&B refuses to log an earlier step again, as a run does after a crash: `step` is the axis instead.
         self._run.define_metric("step", hidden=True)
@@ -54,3 +60,10 @@ class Wandb:
         """Write the summary and wait for the upload."""
         self._run.summary.update({f"summary/{key}": value for key, value in summary.items()})
         self._run.finish(exit_code=0 if summary else 1)
+
+    def abandon(self) -> None:
+        """Let the process end at once: W&B's exit hook would wait for the upload, however long that takes."""
+        import wandb
+
+        with contextlib.suppress(Exception):  # neither attribute is part of W&B's API
+            wandb.setup()._connection._cleanup()
