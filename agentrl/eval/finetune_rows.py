@@ -105,20 +105,27 @@ class Selection:
 
 def conversations(episode: Episode) -> list[tuple[Message, ...]]:
     """The conversations of an episode: one, and one more for each branch in which the policy spoke as well."""
-    spoken = [message for message in episode.messages if message.role == "assistant"]
-    if not episode.segments or len(spoken) == len(episode.turns):
+    orders = _spoken_orders(episode)
+    if len(orders) < 2:
         return [episode.messages] if episode.turns else []
+    return [tuple(episode.messages[i] for i in order) for order in orders]
+
+
+def _spoken_orders(episode: Episode) -> list[tuple[int, ...]]:
+    """The messages of each branch up to the policy's last one, without those that another branch continues."""
     inner = {segment.parent for segment in episode.segments}
-    found = []
+    found: dict[tuple[int, ...], None] = {}
     for leaf in range(len(episode.segments)):
         path, node = [], leaf
         while node >= 0 and leaf not in inner:
             path.append(episode.segments[node])
             node = path[-1].parent
         if any(segment.origin == "sampled" for segment in path):
-            order = dict.fromkeys(s.message for s in reversed(path) if s.message is not None)
-            found.append(tuple(episode.messages[i] for i in order))
-    return found
+            order = list(dict.fromkeys(s.message for s in reversed(path) if s.message is not None))
+            while order and episode.messages[order[-1]].role != "assistant":
+                order.pop()
+            found[tuple(order)] = None
+    return [one for one in found if not any(one != other and one == other[: len(one)] for other in found)]
 
 
 def openai_rows(records: Iterable[EpisodeRecord]) -> Iterator[dict[str, Any]]:

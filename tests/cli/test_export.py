@@ -208,3 +208,27 @@ def test_a_branch_of_the_policy_is_a_conversation_of_its_own():
         reward=1.0,
     )
     assert conversations(branched) == [(user, said), (inner, thought)]
+
+
+def test_the_branches_of_a_recorded_agent_are_conversations_and_what_is_continued_is_not_there_twice():
+    said = [Message("assistant", text) for text in ("a", "b", "c")]
+    asked = [Message("user", "q"), Message("user", "r"), Message("user", "lost"), Message("system", "sub")]
+    branched = Episode(
+        id="e",
+        task=Task("t"),
+        messages=(asked[0], said[0], asked[1], said[1], asked[2], asked[3], said[2]),
+        turns=tuple(Turn(one, (), 0.0, "stop", 1, 0.0, 0.0) for one in said),
+        segments=(
+            Segment((1,), "prompt", -1, 0),
+            Segment((2,), "sampled", 0, 1, (-1.0,), (0,)),
+            Segment((3,), "observation", 1, 2),
+            Segment((4,), "sampled", 2, 3, (-1.0,), (0,)),
+            Segment((5,), "observation", 1, 4),  # its client left before the answer
+            Segment((6,), "prompt", -1, 5),
+            Segment((7,), "sampled", 5, 6, (-1.0,), (0,)),
+        ),
+        stop_reason=StopReason.ANSWERED,
+        reward=1.0,
+    )
+    found = [[message.content for message in one] for one in conversations(branched)]
+    assert found == [["q", "a", "r", "b"], ["sub", "c"]]
