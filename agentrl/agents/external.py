@@ -32,6 +32,7 @@ from agentrl.env.solved import BY_NAME
 from agentrl.errors import ConfigError
 from agentrl.run_folder.files import write_atomic
 from agentrl.run_folder.records import EpisodeRecord, compress, decode, encode, episodes_file
+from agentrl.run_folder.store import lock_folder
 from agentrl.serve.api_errors import ApiError, from_validation
 from agentrl.serve.browsers import BrowserGuard
 from agentrl.serve.endpoint import ApiKeyGuard, Settings, error_response, keys_in, with_errors
@@ -103,6 +104,9 @@ class RecordFolder:
             (folder / "episodes").mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise ConfigError(f"--record {folder}: cannot make the folder: {e.strerror}") from None
+        if (folder / "config.yaml").exists():
+            raise ConfigError(f"--record {folder}: is the folder of a run; give a folder of its own")
+        self._lock = lock_folder(folder, "give another folder")  # others would number their groups alike
         self._partial = folder / PARTIAL_FILE
         self._end_torn_line()
         for record in self._records():
@@ -124,9 +128,10 @@ class RecordFolder:
 
     async def close(self) -> None:
         """End open episodes without a reward, and write the episodes file."""
-        for one in list(self._open.values()):
-            await self._keep(one, EndRequest(error="the session was not ended"))
-        write_atomic(episodes_file(self.folder, 0), compress(self._records()))
+        with self._lock:
+            for one in list(self._open.values()):
+                await self._keep(one, EndRequest(error="the session was not ended"))
+            write_atomic(episodes_file(self.folder, 0), compress(self._records()))
 
     def _answering(self, handle: Any) -> Any:
         async def answer(request: Request) -> Response:
@@ -182,12 +187,20 @@ class RecordFolder:
         one = self._open.get(recording.id)
         if one is None:  # another request ended it while this one was read
             raise no_episode()
-        episode = await self._keep(one, end)
+        try:
+            episode = await self._keep(one, end)
+        except OSError as e:
+            text = f"The episode could not be written ({e.strerror}); it is still here: end it again."
+            raise ApiError(503, text, code="not_written", headers={"Retry-After": "5"}) from None
         sampled = sum(len(s.ids) for s in episode.segments if s.origin == "sampled")
         return JSONResponse({"id": episode.id, "turns": len(episode.turns), "sampled_tokens": sampled})
 
     async def _keep(self, one: _Open, end: EndRequest) -> Episode:
-        """Seal an episode and write it."""
+        """Seal an episode, write it, and forget it.
+
+        Raises:
+            OSError: it could not be written, and is not forgotten.
+        """
         recording = one.recording
         recording.seal()
         turns = recording.turns(one.began)
@@ -211,14 +224,25 @@ class RecordFolder:
             tools=tuple(recording.tools),
             solved=None if error else _solved(end),
         )
+        self._write(episode)
         del self._open[recording.id]
         await self.recorder.close(recording)
-        with self._partial.open("ab") as file:
-            file.write(encode(EpisodeRecord(0, self._group_of(episode.task.id), episode)) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
         self._count += 1
         return episode
+
+    def _write(self, episode: Episode) -> None:
+        """Append an episode to the file, or leave the file as it was."""
+        line = encode(EpisodeRecord(0, self._group_of(episode.task.id), episode)) + b"\n"
+        with self._partial.open("ab", buffering=0) as file:
+            before = os.fstat(file.fileno()).st_size
+            try:
+                while line:
+                    line = line[file.write(line) :]
+                os.fsync(file.fileno())
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(before)
+                raise
 
     def _group_of(self, task: str) -> int:
         return self._groups.setdefault(task, len(self._groups))

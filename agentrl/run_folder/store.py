@@ -122,7 +122,7 @@ class RunStore:
         path = (path or Path("runs") / config.name).absolute()
         _make_folder(path)
         _require_run_folder(path)
-        lock, aside = _lock(path), None
+        lock, aside = lock_folder(path), None
         try:
             if fresh and any(child.name != LOCK for child in path.iterdir()):
                 lock, aside = _set_aside(path, lock)
@@ -382,8 +382,15 @@ def _make_folder(path: Path) -> None:
         raise ConfigError(f"{path}: cannot make the run folder: {e.strerror}") from None
 
 
-def _lock(path: Path) -> IO[str]:
-    """Hold the folder until the file is closed or the process ends, however it ends."""
+def lock_folder(path: Path, instead: str = "give this run another `name`") -> IO[str]:
+    """Hold the folder until the file is closed or the process ends, however it ends.
+
+    Args:
+        instead: what else to do if it is held, for the error.
+
+    Raises:
+        ConfigError: another process holds it, or it cannot be written.
+    """
     try:
         file = (path / LOCK).open("a+", encoding="utf-8")
     except OSError as e:
@@ -396,7 +403,7 @@ def _lock(path: Path) -> IO[str]:
         file.close()
         if e.errno not in (errno.EACCES, errno.EAGAIN):
             raise ConfigError(f"{path}: cannot lock the run folder: {e.strerror}") from None
-        text = f"{path}: held by {holder}; wait for it to end, stop it, or give this run another `name`"
+        text = f"{path}: held by {holder}; wait for it to end, stop it, or {instead}"
         raise ConfigError(text) from None
     try:
         file.seek(0)
@@ -418,7 +425,7 @@ def _set_aside(path: Path, lock: IO[str]) -> tuple[IO[str], Path]:
     path.rename(aside)
     path.mkdir()
     fsync_dir(path.parent)
-    new = _lock(path)
+    new = lock_folder(path)
     lock.close()
     return new, aside
 

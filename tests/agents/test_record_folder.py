@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 from typing import Any
 
 import httpx
+import pytest
 from openai import AsyncOpenAI
 
 from agentrl.agents.external import PARTIAL_FILE, RecordFolder
 from agentrl.agents.recorder import Recorder
 from agentrl.chat.template import Renderer
+from agentrl.errors import ConfigError
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.limits import EpisodeLimits
 from agentrl.run_folder.records import read_episodes, read_records
@@ -106,6 +110,39 @@ async def test_a_line_that_a_killed_server_left_torn_takes_no_other_along(tmp_pa
             with (tmp_path / "r" / PARTIAL_FILE).open("ab") as file:
                 file.write(b'{"step":0,"gro')
     assert [e.task.id for e in read_episodes(tmp_path / "r", 0)] == ["a", "b"]
+
+
+async def test_an_episode_that_cannot_be_written_is_still_there(tmp_path: Path):
+    async with server(tmp_path / "r") as http:
+        for full in (False, True):
+            one = await begin(http, task={"id": f"full: {full}"})
+            await ask(one)
+            path = f"/episodes/{one['id']}/end"
+            if full:
+                size, before = (tmp_path / "r" / PARTIAL_FILE).stat().st_size, getrlimit(RLIMIT_FSIZE)
+                heeded = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                setrlimit(RLIMIT_FSIZE, (size + 100, before[1]))
+                try:
+                    refused = await http.post(path, headers=key(one), json={"reward": 1.0})
+                finally:
+                    setrlimit(RLIMIT_FSIZE, before)
+                    signal.signal(signal.SIGXFSZ, heeded)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_written")
+                assert (tmp_path / "r" / PARTIAL_FILE).stat().st_size == size
+            assert (await http.post(path, headers=key(one), json={"reward": 1.0})).status_code == 200
+    assert [e.task.id for e in read_episodes(tmp_path / "r", 0)] == ["full: False", "full: True"]
+
+
+async def test_two_servers_do_not_record_into_one_folder_and_none_into_a_run(tmp_path: Path):
+    async with server(tmp_path / "r"):
+        with pytest.raises(ConfigError, match=r"held by .*; wait for it to end, stop it, or give another folder"):
+            async with server(tmp_path / "r"):
+                pass
+    await served_once(tmp_path / "r", "after")
+    (tmp_path / "r" / "config.yaml").touch()
+    with pytest.raises(ConfigError, match="is the folder of a run"):
+        async with server(tmp_path / "r"):
+            pass
 
 
 async def test_an_episode_that_ends_while_its_end_is_being_read_ends_once(tmp_path: Path):
