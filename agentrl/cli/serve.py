@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from agentrl.engine.base import Engine
     from agentrl.serve.endpoint import Settings
 
+MAX_REQUESTS = 256
+MEMORY_TOKENS = 4_000_000
+
 
 def serve(
     target: Annotated[
@@ -53,11 +56,11 @@ def serve(
     accept_any_model: Annotated[bool, typer.Option("--accept-any-model", help="Accept any model name.")] = False,
     max_requests: Annotated[
         int, typer.Option(min=1, help="Maximum concurrent completions; further requests get 429.")
-    ] = 256,
+    ] = MAX_REQUESTS,
     memory_tokens: Annotated[
         int,
         typer.Option(min=1, help="Tokens of past turns to keep, so that conversations continue token for token."),
-    ] = 4_000_000,
+    ] = MEMORY_TOKENS,
     record: Annotated[
         Path | None,
         typer.Option(
@@ -80,9 +83,18 @@ def serve(
 
     for extra in ("serve", "train"):
         require(extra, "agentrl serve")
+    from agentrl.errors import ConfigError
     from agentrl.reporting.display import quiet_transformers
     from agentrl.serve.endpoint import Settings
 
+    given = {
+        "--model-name": bool(model_name),
+        "--max-requests": max_requests != MAX_REQUESTS,
+        "--memory-tokens": memory_tokens != MEMORY_TOKENS,
+    }
+    if record is not None and any(given.values()):
+        idle = next(option for option, is_given in given.items() if is_given)
+        raise ConfigError(f"{idle} has no effect with --record: an episode has no such limit, and any model name")
     key, policy = _key(host, api_key_env), _find(target, overrides)
     names, fingerprint = tuple(model_name) or (policy.name,), f"fp_{policy.digest}"
     settings = Settings(names, accept_any_model, key, fingerprint, cors=tuple(cors))
