@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentrl.chat.messages import read_message, write_message
+from agentrl.chat.messages import MessageFormatError, read_message, write_message
 from agentrl.config.address import address_problem
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Message
@@ -137,6 +137,8 @@ class ChatClient:
         param = (e.body or {}).get("param") if isinstance(e.body, Mapping) else None
         if e.code == "context_length_exceeded" or "maximum context length" in text:
             return ContextFullError(text)
+        if e.status_code == 402 or e.code == "insufficient_quota":
+            return ConfigError(f"{where}: {text}; the account needs credit")
         if e.status_code in (401, 403):
             return ConfigError(f"{where}: {text}; name the variable that holds the API key: --api-key-env NAME")
         if e.status_code == 404:
@@ -161,7 +163,10 @@ class ChatClient:
         wire: dict[str, object] = {"role": "assistant", "content": raw.content or (None if wired else content)}
         wire |= ({"tool_calls": wired} if wired else {}) | extra
         readable = {k: v for k, v in wire.items() if k not in _ECHOED or isinstance(v, str)}
-        read = read_message(readable)
+        try:
+            read = read_message(readable)
+        except MessageFormatError as e:
+            raise EngineError(f"{self.endpoint.base_url}: an answer that is not a chat message: {e}") from e
         calls = tuple(c for n, c in enumerate(read.message.tool_calls) if n not in read.malformed)
         errors = tuple(f"tool call {n}: {why}" for n, why in read.malformed.items())
         usage = answer.usage
@@ -169,9 +174,9 @@ class ChatClient:
         reply = Reply(
             replace(read.message, content=content, tool_calls=calls, parse_errors=errors),
             choices[0].finish_reason or "stop",
-            usage.prompt_tokens if usage else 0,
-            usage.completion_tokens if usage else 0,
-            (getattr(details, "cached_tokens", None) or 0) if details else 0,
+            _count(usage, "prompt_tokens"),
+            _count(usage, "completion_tokens"),
+            _count(details, "cached_tokens"),
             seconds,
         )
         return wire, reply
@@ -227,6 +232,12 @@ def _wire_calls(raw: Sequence[Any]) -> list[dict[str, object]]:
         seen.add(id)
         wired.append({"id": id, "type": "function", "function": {"name": name, "arguments": text}})
     return wired
+
+
+def _count(usage: object, name: str) -> int:
+    """A number of tokens; 0 if the endpoint does not report it."""
+    value = getattr(usage, name, None)
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 def _error_text(e: Any) -> str:

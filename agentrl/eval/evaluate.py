@@ -260,9 +260,7 @@ def _finished(store: RunStore, spec: EvalSpec, prices: Prices | None) -> EvalRes
     result = EvalResult.read(store.path)
     if result.lost:
         return None
-    if prices is None:
-        return replace(result, cost=None)
-    return replace(result, cost=prices.cost(result.prompt_tokens, result.cached_tokens, result.sampled_tokens))
+    return result.priced(prices)
 
 
 async def _play(
@@ -436,6 +434,10 @@ class _Progress:
             self._path.unlink()
         for text in result.biased:
             self.reporter.note(text)
+        if not result.counted:
+            self.reporter.note(
+                "the endpoint reports no tokens: rollout.token_budget was not enforced, and there is no cost"
+            )
         for error in list(self.lost.values())[:1]:
             self.reporter.note(
                 f"{len(self.lost)} of {len(self.lost) + len(self.done)} tasks could not be played and enter no "

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +106,17 @@ class EvalResult:
     cost: float | None = None
     solved: str = ""
 
+    @property
+    def counted(self) -> bool:
+        """Whether tokens are known: some endpoints report none."""
+        return not self.turns or self.prompt_tokens + self.sampled_tokens > 0
+
+    def priced(self, prices: Prices | None) -> EvalResult:
+        """The result with its cost at these prices; None if the tokens are not known."""
+        if prices is None or not self.counted:
+            return replace(self, cost=None)
+        return replace(self, cost=prices.cost(self.prompt_tokens, self.cached_tokens, self.sampled_tokens))
+
     def to_json(self) -> str:
         """The content of results.json."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
@@ -204,7 +215,7 @@ def result_of(
     prompt, cached = sum(map(prompt_tokens, episodes)), int(sum(map(_cached, episodes)))
     sampled = sum(turn.tokens for turn in turns)
     redraws = Redraws.of(_groups(records))
-    return EvalResult(
+    result = EvalResult(
         folder=str(folder),
         spec=spec,
         estimates=estimates_of(records),
@@ -225,9 +236,9 @@ def result_of(
         turn_seconds=_percentiles([turn.engine_seconds for turn in turns]),
         episode_seconds=_percentiles([e.seconds for e in episodes]),
         seconds=seconds,
-        cost=None if prices is None else prices.cost(prompt, cached, sampled),
         solved=solved,
     )
+    return result.priced(prices)
 
 
 def _groups(records: Sequence[EpisodeRecord]) -> list[Group]:

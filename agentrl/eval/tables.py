@@ -37,6 +37,7 @@ def result_text(result: EvalResult) -> Text:
     stops = ", ".join(f"{reason} {count}" for reason, count in result.stop_reasons.items())
     tokens = f"{result.sampled_tokens:,} sampled, {result.prompt_tokens:,} read"
     tokens += f" ({result.cached_tokens:,} of them cached)" if result.cached_tokens else ""
+    tokens = tokens if result.counted else "not reported by the endpoint"
     rows += [
         ("stopped", stops),
         ("malformed", str(result.malformed)),

@@ -40,8 +40,9 @@ class Server:
         message = {"role": "assistant", "content": said.get("content")} | (
             {"tool_calls": said["tool_calls"]} if said.get("tool_calls") else {}
         )
-        usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+        usage: Any = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
         usage |= {"prompt_tokens_details": {"cached_tokens": 40}}
+        usage = said.get("usage", usage)
         choice = {"index": 0, "message": message, "finish_reason": finish}
         return (
             200,

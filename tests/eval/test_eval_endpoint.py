@@ -131,6 +131,7 @@ class TestTrouble:
         ("answer", "text"),
         [
             (refusal(401, message="bad key"), "bad key; name the variable that holds the API key: --api-key-env"),
+            (refusal(402, message="no money"), "no money; the account needs credit"),
             (refusal(404, message="no model m; here is tiny."), "here is tiny; give the base URL with its /v1"),
             (refusal(400, message="only 1", param="temperature"), "refuses temperature 0: only 1"),
         ],
@@ -183,6 +184,19 @@ class TestWhatModelsSay:
         with serving(Server(lambda messages: {"content": "and so", "finish": "length"})) as server:
             play(server, tmp_path / "e", tasks=2)
         assert {e.stop_reason for e in read_episodes(tmp_path / "e", 0)} == {StopReason.MAX_TOKENS}
+
+    def test_an_answer_that_is_no_message_is_the_endpoints_fault(self, tmp_path: Path):
+        told = "an answer that is not a chat message: content: must be text"
+        with serving(Server(lambda _: {"content": 5})) as server, pytest.raises(EngineError, match=told):
+            play(server, tmp_path / "e", tasks=5, run=config(infra_retries=0))
+
+    @pytest.mark.parametrize("usage", [None, {"prompt_tokens": -5, "completion_tokens": 1.5}])
+    def test_tokens_that_are_not_reported_have_no_cost(self, tmp_path: Path, usage: object):
+        with serving(Server(lambda messages: {"content": "1", "usage": usage})) as server:
+            for _ in range(2):
+                result = play(server, tmp_path / "e", tasks=2, prices=Prices(1.0, 1.0, 2.0))
+                assert (result.prompt_tokens, result.sampled_tokens, result.cost) == (0, 0, None)
+                assert "not reported by the endpoint" in result_text(result).plain
 
     def test_a_model_that_wants_the_newer_limit_gets_it(self, tmp_path: Path):
         text = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
