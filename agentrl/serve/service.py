@@ -212,7 +212,7 @@ class ChatService:
         if ask.choice == "named" and ask.named not in names:
             raise invalid("tool_choice", f"{ask.named!r} is not among the tools")
         if ask.choice == "required" and not names:
-            raise invalid("tool_choice", "'required' needs tools")
+            raise invalid("tool_choice", "a call is required, and the request has no tools")
         if ask.top and not self.engine.capabilities.streaming:
             raise unsupported("top_logprobs", "this engine does not report alternatives")
         able = self.engine.capabilities

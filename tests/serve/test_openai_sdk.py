@@ -164,6 +164,22 @@ async def test_text_completions_stop_at_a_stop_text(renderer: Renderer):
         assert "".join(pieces) == "One. "
 
 
+async def test_offsets_point_into_the_text_also_behind_characters_of_several_tokens(renderer: Renderer):
+    text = "One 🎯 né. Two."
+    engine = ScriptedEngine(renderer, lambda turn: text)
+    async with serving(engine, renderer) as served, client(served.base_url) as sdk:
+        (plain,) = (await sdk.completions.create(model="tiny", prompt="a", logprobs=1, max_tokens=99)).choices
+        asked = sdk.completions.create(model="tiny", prompt="a", logprobs=1, max_tokens=99, stream=True)
+        streamed = [c.choices[0].logprobs async for c in await asked if c.choices[0].logprobs]
+    assert plain.text == text
+    assert plain.logprobs is not None
+    pairs = list(zip(plain.logprobs.tokens or (), plain.logprobs.text_offset or (), strict=True))
+    assert any(token.startswith("bytes:") for token, _ in pairs)
+    for token, at in pairs[:-1]:  # the last one ends the answer
+        assert token.startswith("bytes:") or text[at:].startswith(token)
+    assert [at for part in streamed for at in part.text_offset or ()] == plain.logprobs.text_offset
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 async def test_a_response_is_gone_on_from_by_its_id_with_the_tokens_that_were_sampled(
     renderer: Renderer, stream: bool

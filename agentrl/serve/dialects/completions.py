@@ -6,6 +6,7 @@ Source: the OpenAI API reference (legacy completions).
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -178,8 +179,8 @@ class TextWriter:
         choice = chunks[0]["choices"][0]
         if request.logprobs is not None and (drawn or first is not None):
             choice["logprobs"] = self._logprobs(first, drawn, at)
-            names = choice["logprobs"]["tokens"]
-            self._offsets[index] = at + sum(map(len, names))
+            ids = [*([] if first is None else [first]), *(token.id for token in drawn)]
+            self._offsets[index] = at + sum(map(self._characters, ids))
         if request.return_token_ids:
             choice["token_ids"] = [] if first is not None else [token.id for token in drawn]
             if begins:
@@ -219,6 +220,10 @@ class TextWriter:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
+    def _characters(self, id: int) -> int:
+        """Number of characters that begin in a token: one in parts counts with its first byte."""
+        return sum(byte & 0xC0 != 0x80 for byte in self._renderer.vocabulary.token_bytes(id))
+
     # The stop token is among the tokens but not in the text: harnesses expect one entry per sampled token.
 
     def _logprobs(self, first: int | None, drawn: Sequence[TokenLogprob], offset: int) -> Json:
@@ -231,9 +236,8 @@ class TextWriter:
             values.append(token.logprob)
             best = {self._name(id): logprob for id, logprob in reversed(token.top)}
             tops.append(best | {names[-1]: token.logprob})
-        offsets = [offset]
-        for name in names:
-            offsets.append(offsets[-1] + len(name))
+        ids = [*([] if first is None else [first]), *(token.id for token in drawn)]
+        offsets = list(itertools.accumulate(map(self._characters, ids), initial=offset))
         return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets[:-1]}
 
 
