@@ -242,7 +242,7 @@ def find(
             f"{target}: has no config.yaml; give a run folder, a checkpoint in one, or a model directory"
         )
     if endpoint is not None:
-        raise ConfigError(f"{target} and --base-url {endpoint.base_url}: give one of them")
+        raise ConfigError(f"{target} and --base-url {endpoint.address}: give one of them")
     if env is None:
         raise ConfigError(f"{target}: is a model outside of a run; name what it plays: --env module:Class")
     return Subject(checkpoint=target), _bare(str(target), changes), Path("runs/eval")
@@ -276,7 +276,7 @@ def _check_overrides(overrides: list[str], endpoint: Endpoint | None) -> None:
     """Check that every flag has an effect here. Raises ConfigError."""
     check_effect(overrides, "eval", "on an evaluation")
     if endpoint is not None:
-        check_effect(overrides, "eval --base-url", f"with --base-url {endpoint.base_url}")
+        check_effect(overrides, "eval --base-url", f"with --base-url {endpoint.address}")
 
 
 def _bare(model: str, changes: list[str], *, exists: bool = True) -> RunConfig:

@@ -47,8 +47,14 @@ class Endpoint:
     def __post_init__(self) -> None:
         if problem := address_problem(self.base_url):
             raise ConfigError(
-                f"--base-url {self.base_url}: {problem}; give an address such as http://127.0.0.1:8000/v1"
+                f"--base-url {self.address}: {problem}; give an address such as http://127.0.0.1:8000/v1"
             )
+
+    @property
+    def address(self) -> str:
+        """The base URL for messages and files: without a password in it."""
+        before, at, after = self.base_url.rpartition("@")
+        return f"{before.partition('://')[0]}://(hidden)@{after}" if at else self.base_url
 
     def key(self) -> str:
         """The API key. Raises ConfigError if the variable is not set."""
@@ -126,14 +132,14 @@ class ChatClient:
                 return await self.ask(messages, tools, temperature=temperature, max_tokens=max_tokens)
             raise self._refused(e, temperature) from e
         except openai.APIConnectionError as e:  # includes timeouts
-            raise EngineError(f"{self.endpoint.base_url}: {type(e).__name__}: {e.__cause__ or e}") from e
+            raise EngineError(f"{self.endpoint.address}: {type(e).__name__}: {e.__cause__ or e}") from e
         except (openai.OpenAIError, ValueError) as e:
-            raise EngineError(f"{self.endpoint.base_url}: {type(e).__name__}: {e}") from e
+            raise EngineError(f"{self.endpoint.address}: {type(e).__name__}: {e}") from e
         return self._read(answer, time.monotonic() - began)
 
     def _refused(self, e: Any, temperature: float) -> Exception:
         """Convert an error status to an exception that blames the episode, the endpoint or the user."""
-        where, text = f"{self.endpoint.base_url} ({self.endpoint.model})", _error_text(e)
+        where, text = f"{self.endpoint.address} ({self.endpoint.model})", _error_text(e)
         param = (e.body or {}).get("param") if isinstance(e.body, Mapping) else None
         if e.code == "context_length_exceeded" or "maximum context length" in text:
             return ContextFullError(text)
@@ -155,7 +161,7 @@ class ChatClient:
         choices = getattr(answer, "choices", None)
         if not choices or choices[0].message is None:
             said = getattr(answer, "error", None) or answer
-            raise EngineError(f"{self.endpoint.base_url}: an answer without a message: {str(said)[:300]}")
+            raise EngineError(f"{self.endpoint.address}: an answer without a message: {str(said)[:300]}")
         raw = choices[0].message
         wired = _wire_calls(raw.tool_calls or ())
         extra: dict[str, object] = {k: v for k in _ECHOED if (v := getattr(raw, k, None)) is not None}
@@ -166,7 +172,7 @@ class ChatClient:
         try:
             read = read_message(readable)
         except MessageFormatError as e:
-            raise EngineError(f"{self.endpoint.base_url}: an answer that is not a chat message: {e}") from e
+            raise EngineError(f"{self.endpoint.address}: an answer that is not a chat message: {e}") from e
         calls = tuple(c for n, c in enumerate(read.message.tool_calls) if n not in read.malformed)
         errors = tuple(f"tool call {n}: {why}" for n, why in read.malformed.items())
         usage = answer.usage

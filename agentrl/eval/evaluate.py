@@ -58,6 +58,10 @@ from agentrl.types import EVERY_TOKEN, Episode, Filters, Task
 SPEC_FILE = "eval.json"
 """File in an evaluation folder with its settings."""
 PARTIAL_FILE = "episodes/partial.jsonl"
+OF_THE_EVALUATION = {
+    *("max_completion_tokens", "max_tokens", "messages", "model", "n", "stream", "temperature", "tools"),
+}
+"""Fields of a request that `--request` cannot set."""
 LOST_IN_A_ROW = 5
 """Stop an evaluation after this many lost tasks if none has been played: nothing answers."""
 
@@ -97,7 +101,7 @@ class Subject:
     def name(self) -> str:
         """A readable name."""
         if self.endpoint is not None:
-            return f"{self.endpoint.model} at {self.endpoint.base_url}"
+            return f"{self.endpoint.model} at {self.endpoint.address}"
         return str(self.checkpoint)
 
     def digest(self) -> str:
@@ -129,6 +133,11 @@ def make_spec(subject: Subject, config: RunConfig, options: EvalOptions) -> Eval
     if temperature == 0 and filters != EVERY_TOKEN:
         raise ConfigError("--top-p, --top-k and --min-p have no effect on greedy episodes: give a --temperature")
     asked = {} if subject.endpoint is None else subject.endpoint.request
+    if owned := sorted(OF_THE_EVALUATION & asked.keys()):
+        raise ConfigError(
+            f"--request {owned[0]}: the evaluation decides it, and would say something else than was done; see "
+            "--temperature, --model and --set rollout"
+        )
     if twice := sorted(_given(filters).keys() & asked.keys()):
         raise ConfigError(f"--{twice[0].replace('_', '-')} and --request {twice[0]}: give one of them")
     digest = hashlib.sha256((dump_config(config) + subject.digest()).encode()).hexdigest()[:16]
@@ -277,7 +286,7 @@ async def _play(
         if subject.endpoint is not None:
             if why := await unreachable(subject.endpoint.base_url, through_proxy=False):
                 raise EngineError(
-                    f"--base-url {subject.endpoint.base_url}: nothing accepts connections there ({why}); start "
+                    f"--base-url {subject.endpoint.address}: nothing accepts connections there ({why}); start "
                     "the server, or correct the address"
                 )
             if config.data.overlong_prompts is not None:

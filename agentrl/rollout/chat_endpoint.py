@@ -80,7 +80,7 @@ class ChatPlayer:
 
     async def ask(self, conversation: Conversation, episode: OpenEpisode, max_tokens: int) -> Reply:
         """Get one answer and count its tokens; the waiting time is not charged to the policy."""
-        episode.outside = f"{self.client.endpoint.base_url} ({self.client.endpoint.model})"
+        episode.outside = f"{self.client.endpoint.address} ({self.client.endpoint.model})"
         reply = await conversation.answer(temperature=self.temperature, max_tokens=max_tokens)
         episode.outside = ""
         episode.count(

@@ -295,6 +295,24 @@ def test_filters_are_sent_and_belong_to_the_evaluation(tmp_path: Path):
         evaluate(Subject(endpoint=twice), config(), options, folder=tmp_path / "h", reporter=Silent())
 
 
+def test_a_field_that_the_evaluation_decides_is_not_given_as_another(tmp_path: Path):
+    for field in ("temperature", "max_tokens", "messages"):
+        endpoint = Endpoint("http://127.0.0.1:1", "m", request={"reasoning_effort": "low", field: 1})
+        with pytest.raises(ConfigError, match=f"--request {field}: the evaluation decides it"):
+            evaluate(Subject(endpoint=endpoint), config(), EvalOptions(), folder=tmp_path, reporter=Silent())
+
+
+def test_a_password_in_the_address_is_not_written(tmp_path: Path):
+    with serving(Server(solve)) as server:
+        endpoint = Endpoint(server.url.replace("://", "://me:hush@"), "m", retries=2)
+        subject = Subject(endpoint=endpoint)
+        assert subject.name == f"m at {server.url.replace('://', '://(hidden)@')}"
+        evaluate(subject, config(), EvalOptions(tasks=1), folder=tmp_path / "e", reporter=Silent())
+    written = [file for file in (tmp_path / "e").rglob("*") if file.is_file()]
+    assert len(written) > 3
+    assert not any(b"hush" in file.read_bytes() for file in written)
+
+
 def test_the_key_and_further_fields_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_KEY", "secret")
     with serving(Server(solve)) as server:
