@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-import yaml
+from agentrl.config.source import read_value
+from agentrl.errors import ConfigError
 
 HIDDEN = "(hidden)"
 _KEY = re.compile(
@@ -42,8 +43,8 @@ def has_secrets(words: Sequence[str]) -> bool:
     for word in words:
         key, _, value = word.partition("=")
         try:
-            given[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
+            given[key] = read_value(value, word)
+        except ConfigError:
             given[key] = value
     return without_secrets(given) != given
 

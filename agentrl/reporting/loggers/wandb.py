@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
@@ -65,5 +64,7 @@ class Wandb:
         """Let the process end at once: W&B's exit hook would wait for the upload, however long that takes."""
         import wandb
 
-        with contextlib.suppress(Exception):  # neither attribute is part of W&B's API
-            wandb.setup()._connection._cleanup()
+        connection = getattr(wandb.setup(), "_connection", None)  # neither attribute is part of W&B's API
+        forget_hook = getattr(connection, "_cleanup", None)
+        if forget_hook is not None:
+            forget_hook()
