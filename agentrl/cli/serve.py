@@ -83,18 +83,11 @@ def serve(
 
     for extra in ("serve", "train"):
         require(extra, "agentrl serve")
-    from agentrl.errors import ConfigError
     from agentrl.reporting.display import quiet_transformers
     from agentrl.serve.endpoint import Settings
 
-    given = {
-        "--model-name": bool(model_name),
-        "--max-requests": max_requests != MAX_REQUESTS,
-        "--memory-tokens": memory_tokens != MEMORY_TOKENS,
-    }
-    if record is not None and any(given.values()):
-        idle = next(option for option, is_given in given.items() if is_given)
-        raise ConfigError(f"{idle} has no effect with --record: an episode has no such limit, and any model name")
+    if record is not None:
+        _refuse_idle(model_name, max_requests, memory_tokens)
     key, policy = _key(host, api_key_env), _find(target, overrides)
     names, fingerprint = tuple(model_name) or (policy.name,), f"fp_{policy.digest}"
     settings = Settings(names, accept_any_model, key, fingerprint, cors=tuple(cors))
@@ -105,6 +98,23 @@ def serve(
         asyncio.run(_record(policy, settings, host, port, record))
         return
     asyncio.run(_serve(policy, settings, host, port, max_requests, memory_tokens))
+
+
+def _refuse_idle(model_name: list[str], max_requests: int, memory_tokens: int) -> None:
+    """Refuse options that a recording does not follow: an episode has no such limits, and any model name.
+
+    Raises:
+        ConfigError: one is given.
+    """
+    from agentrl.errors import ConfigError
+
+    for option, given in (
+        ("--model-name", bool(model_name)),
+        ("--max-requests", max_requests != MAX_REQUESTS),
+        ("--memory-tokens", memory_tokens != MEMORY_TOKENS),
+    ):
+        if given:
+            raise ConfigError(f"{option} has no effect with --record")
 
 
 @dataclass(frozen=True, slots=True)
