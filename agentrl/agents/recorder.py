@@ -289,8 +289,8 @@ class EpisodeRecording:
         limit = min(ask.limit or self._limits.max_tokens, self._limits.max_tokens)
         seed = draw_seed(self._seed, next(self._asked))
         tools = ask.tools or self.offered
-        sampling = {"temperature": self._temperature, "top_p": 1.0, "top_k": 0, "limit": limit, "seed": seed}
-        return replace(ask, tools=tools, scored=True, **sampling)  # type: ignore[arg-type]
+        sampling = {"temperature": self._temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": seed}
+        return replace(ask, tools=tools, scored=True, limit=limit, **sampling)  # type: ignore[arg-type]
 
 
 def _turn(turn: SessionTurn, child: SessionTurn | None) -> Turn:

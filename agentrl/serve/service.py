@@ -49,7 +49,7 @@ class GenerationRequest:
         one_call: the turn ends with its first call.
         n: number of turns to sample.
         temperature: 0 is greedy.
-        top_k: 0 disables it.
+        top_k, min_p: 0 disables them.
         limit: maximum tokens per completion; None for as many as the context allows.
         stops: texts that end a completion.
         seed: makes sampling reproducible; None samples differently each time.
@@ -69,6 +69,7 @@ class GenerationRequest:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     limit: int | None = None
     stops: tuple[str, ...] = ()
     seed: int | None = None
@@ -337,6 +338,7 @@ class Job:
             temperature=ask.temperature if ask.temperature >= COLDEST else 0.0,
             top_p=ask.top_p,
             top_k=ask.top_k,
+            min_p=ask.min_p,
             max_tokens=self.limit,
             stop_ids=self.prompt.branch.renderer.stop_ids,
             seed=seed,

@@ -156,11 +156,11 @@ async def test_the_run_decides_how_tokens_are_drawn(renderer: Renderer):
     recorder = Recorder(engine, renderer, EpisodeLimits(max_tokens=64, token_budget=10_000))
     async with running(recorder.app()) as address:
         one = Recorded(recorder, recorder.open(temperature=1.0, seed=1), address)
-        await one.chat([USER], temperature=0.1, top_p=0.3, seed=5, max_tokens=9999)
+        await one.chat([USER], temperature=0.1, top_p=0.3, seed=5, max_tokens=9999, extra_body={"min_p": 0.5})
         await one.chat([USER], temperature=0.1, max_tokens=7)
         await one.client.close()
         await recorder.close(one.recording)
-    assert [(s.temperature, s.top_p, s.top_k) for s in seen] == [(1.0, 1.0, 0)] * 2
+    assert [(s.temperature, s.top_p, s.top_k, s.min_p) for s in seen] == [(1.0, 1.0, 0, 0.0)] * 2
     assert [s.max_tokens for s in seen] == [64, 7]
     assert len({s.seed for s in seen}) == 2
 

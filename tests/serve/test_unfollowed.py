@@ -54,6 +54,22 @@ async def test_what_a_dialect_does_not_follow_is_refused_by_name(renderer: Rende
                 assert answer.status_code == 200, (name, value, answer.text)
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
+async def test_the_filters_of_an_evaluation_reach_the_engine(renderer: Renderer, path: str):
+    seen = []
+
+    class Watched(Fixed):
+        async def generate(self, ids, sampling, *, session=None):
+            seen.append((sampling.top_p, sampling.top_k, sampling.min_p))
+            return await super().generate(ids, sampling, session=session)
+
+    async with serving(Watched(renderer), renderer) as served, httpx.AsyncClient(base_url=served.base_url) as http:
+        filters = {"top_p": 0.9, "top_k": 5, "min_p": 0.1}
+        answer = await http.post(path, json={"model": "tiny", **DIALECTS[path][1], **filters})
+        assert answer.status_code == 200, answer.text
+    assert seen == [(0.9, 5, 0.1)]
+
+
 async def test_a_request_may_be_counted_as_it_is_going_to_be_sent(renderer: Renderer):
     asked = {"model": "tiny", "messages": HI, "max_tokens": 5, "stop_sequences": ["x"], "temperature": 0.5}
     async with (

@@ -38,6 +38,7 @@ def request_of(request: ChatRequest) -> GenerationRequest:
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=nucleus(request.top_p),
         top_k=max(0, request.top_k or 0),
+        min_p=request.min_p or 0.0,
         limit=request.limit,
         stops=request.stops,
         seed=request.seed,

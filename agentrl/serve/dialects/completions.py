@@ -110,6 +110,7 @@ class TextJob:
             temperature=temperature if temperature >= COLDEST else 0.0,
             top_p=nucleus(request.top_p),
             top_k=max(0, request.top_k or 0),
+            min_p=request.min_p or 0.0,
             max_tokens=min(self.max_tokens, self._engine.max_context - len(prompt)),
             stop_ids=self._renderer.stop_ids,
             seed=None if request.seed is None else (request.seed + copy) % 2**63,

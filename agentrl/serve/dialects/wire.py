@@ -118,6 +118,8 @@ class WireRequest(Wire):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Extension of vLLM and SGLang: only tokens with at least this share of the largest probability."""
     seed: int | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: str | list[str] | None = None
