@@ -40,7 +40,8 @@ def main() -> None:
         feed.episodes(step, played)
     if "--die" in sys.argv:
         [worker] = feed._workers
-        worker.end(lambda: None, time.monotonic() + 90)  # it has taken every call; nothing was finished
+        worker.ask_last(lambda: None)
+        worker.end(time.monotonic() + 90)  # it has taken every call; nothing was finished
         if worker.thread.is_alive():
             raise SystemExit("the logger is stuck")
         time.sleep(3 if name == "trackio" else 0)  # it writes every half second

@@ -200,6 +200,22 @@ def test_what_only_looks_like_a_secret_stays():
     assert without_secrets(config) == config
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_a_logger_that_hangs_takes_no_time_from_those_behind_it(tmp_path, monkeypatch, full: bool):
+    monkeypatch.setattr(feed_module, "FLUSH_S", 0.5)
+    hangs, good, notes = Hangs(), Kept(), list[str]()
+    feed = started(tmp_path, notes, Fed("hangs", hangs, ["a"]), Fed("good", good, ["b"]))
+    feed.metrics(0, {"a": 0.0})
+    assert hangs.entered.wait(30)
+    for step in range(QUEUED + 1 if full else 1):
+        feed.metrics(step, {"a": 1.0})
+    feed.metrics(1, {"b": 1.0})
+    feed.finish({"steps": 1})
+    assert [call[0] for call in good.calls] == ["start", "metrics", "finish"]
+    assert not [note for note in notes if note.startswith("logger good")]
+    hangs.go.set()
+
+
 @pytest.mark.parametrize(
     ("words", "found"),
     [

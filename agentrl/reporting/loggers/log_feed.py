@@ -59,6 +59,7 @@ class _Worker:
         self._calls: queue.Queue[_Call] = queue.Queue(QUEUED)
         self._off = False
         self._last: _Call | None = None
+        self._asked = False
         self._dropped = 0
         self.thread = threading.Thread(target=self._work, name=f"agentrl-logger-{fed.name}", daemon=True)
 
@@ -76,16 +77,22 @@ class _Worker:
                     "everything"
                 )
 
-    def end(self, call: _Call, until: float) -> None:
-        """Make the last call, and wait for it until that time."""
+    def ask_last(self, call: _Call, wait_s: float = 0.0) -> None:
+        """Ask for the last call; it is not asked for yet if the queue is full."""
         self._last = call
-        while not self._off and self.thread.is_alive():
-            try:
-                self._calls.put(call, timeout=max(0.0, min(0.1, until - time.monotonic())))
+        try:
+            self._calls.put(call, timeout=wait_s)
+            self._asked = True
+        except queue.Full:
+            pass
+
+    def end(self, until: float) -> None:
+        """Wait for the last call until that time."""
+        while not self._asked and not self._off and self.thread.is_alive() and self._last is not None:
+            left = until - time.monotonic()
+            if left <= 0:
                 break
-            except queue.Full:
-                if time.monotonic() >= until:
-                    break
+            self.ask_last(self._last, min(0.1, left))
         self.thread.join(max(0.0, until - time.monotonic()))
         if self.thread.is_alive() and not self._off:
             self._off = True
@@ -149,9 +156,11 @@ class LogFeed:
             return
         self._ended = True
         until = time.monotonic() + FLUSH_S
-        for worker in self._workers:
-            if worker.thread.ident is not None:
-                worker.end(partial(worker.fed.logger.finish, summary), until)
+        started = [worker for worker in self._workers if worker.thread.ident is not None]
+        for worker in started:  # all at once: one that hangs takes no time from the others
+            worker.ask_last(partial(worker.fed.logger.finish, summary))
+        for worker in started:
+            worker.end(until)
 
 
 def _start(logger: Logger, run: RunInfo) -> None:
