@@ -19,6 +19,8 @@ from agentrl.errors import ConfigError, InfraError
 from agentrl.suggest import did_you_mean
 from agentrl.types import Task
 
+MOVES_IN_A_ROW = 1000
+"""Moves of the opponent until it is the policy's turn; more are a game that does not go on."""
 _MOVES = re.compile(r"\[[^\[\]\n]{1,20}\]")
 
 
@@ -72,12 +74,12 @@ class TextArena(TextEnv, Adapter):
         with self.random:
             self.game = self.make()
             self.game.reset(num_players=self.num_players, seed=self.task.seed)
-        self.opponents()
+        self.over = self.opponents()
         return self.look()
 
     def reply(self, text: str) -> Any:
-        """Play one move, then those of the opponent."""
-        if self.move(text) or self.opponents():
+        """Play one move, then those of the opponent; nothing if the opponent's first move has ended the game."""
+        if self.over or self.move(text) or self.opponents():
             return Stop(self.ending())
         return self.look()
 
@@ -89,7 +91,11 @@ class TextArena(TextEnv, Adapter):
 
     def opponents(self) -> bool:
         """Play the opponent's moves up to the policy's turn; returns whether the game is over."""
+        first = self.moved
         while self.num_players == 2 and self.game.state.current_player_id != self.options.player:
+            if self.moved - first == MOVES_IN_A_ROW:
+                made = f"the opponent made {MOVES_IN_A_ROW} moves in a row"
+                raise ConfigError(f"env textarena:{self.rest}: {made}, and it is still not the policy's turn")
             with self.random:
                 _, observation = self.game.get_observation()
             if self.move(self.answer(str(observation))):
@@ -105,6 +111,9 @@ class TextArena(TextEnv, Adapter):
 
     def ending(self) -> str:
         """Why the game ended."""
+        swapped = self.rewards().get(self.options.player)
+        if isinstance(swapped, str):
+            return f"Invalid Move: {swapped}"
         info = self.game.state.game_info.get(self.options.player, {})
         return str(info.get("reason") or "The game is over.")
 
@@ -155,8 +164,14 @@ class TextArena(TextEnv, Adapter):
     @reward(solved=True)
     def game_reward(self) -> float:
         """The game's reward for the policy's player; 0 for a game that has not ended."""
-        rewards = self.game.state.rewards
-        return 0.0 if rewards is None else float(rewards.get(self.options.player, 0.0))
+        given = self.rewards().get(self.options.player, 0.0)
+        if isinstance(given, str):  # Countdown and others swap the reward and the reason of an invalid move
+            given = self.game.state.game_info[self.options.player]["reason"].removeprefix("Invalid Move: ")
+        return float(given)
+
+    def rewards(self) -> Mapping[int, Any]:
+        """The game's rewards by player; none before it ends."""
+        return self.game.state.rewards or {}
 
     @classmethod
     def make(cls) -> Any:
@@ -188,15 +203,27 @@ class TextArena(TextEnv, Adapter):
     @classmethod
     def players(cls) -> int:
         """The number of players; 3 for more than two."""
+        import textarena
+
+        where, refused = f"env textarena:{cls.rest}", None
         for number in (1, 2):
             with OwnRandom(0):
                 try:
-                    cls.make().reset(num_players=number, seed=0)
+                    game = cls.make()
+                    game.reset(num_players=number, seed=0)
                 except AssertionError:
                     continue
+                except ValueError as e:  # the number of players, or anything else, such as a missing API key
+                    refused = e
+                    continue
                 except LookupError as e:
-                    raise ConfigError(f"env textarena:{cls.rest} needs data that is not installed: {e}") from e
-            return number
+                    raise ConfigError(f"{where} needs data that is not installed: {e}") from e
+            # Some games ignore the number; others start with one player, and never end.
+            alone = number == 1 and isinstance(game.state, textarena.FFAMultiPlayerState)
+            if game.state.num_players == number and not alone:
+                return number
+        if refused is not None:
+            raise ConfigError(f"{where}: {refused}") from refused
         return 3
 
     @classmethod

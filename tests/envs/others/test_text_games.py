@@ -15,6 +15,7 @@ from agentrl.env.load import load_env
 from agentrl.env.play import ScriptedPolicy, call, play
 from agentrl.preflight.dry_run import rehearse
 from agentrl.rollout.content import load_content
+from agentrl.types import Message
 from bench.reach import ECOSYSTEMS
 
 SERVER = Path(__file__).parents[2] / "env" / "mcp_server.py"
@@ -203,3 +204,49 @@ def test_options_are_checked_when_the_env_is_named(use, options, problem):
 def test_a_url_among_a_commands_arguments_is_no_address():
     env = load_env("mcp:python server.py --from http://127.0.0.1:1", {})
     assert env.server() == {"command": ["python", "server.py", "--from", "http://127.0.0.1:1"]}
+
+
+@pytest.mark.parametrize("name", ["GermanWhist-v0", "QuantumTicTacToe-v0", "PublicGoodsGame-v0"])
+def test_a_game_for_two_is_never_played_alone(name):
+    # The first refuses one player with a ValueError, the second ignores the number, and the third never ends.
+    pytest.importorskip("textarena")
+    with pytest.raises(ConfigError, match=r"a game for two: set env\.options\.opponent"):
+        load_env(f"textarena:{name}")
+    assert load_env(f"textarena:{name}", {"opponent": "random"}).num_players == 2
+
+
+def test_what_else_a_game_needs_is_said(monkeypatch):
+    pytest.importorskip("textarena")
+    monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match="env textarena:TwentyQuestions-v0: OpenRouter API key not found"):
+        load_env("textarena:TwentyQuestions-v0")
+
+
+async def test_the_reward_of_an_invalid_move_counts_where_the_game_swaps_it_with_the_reason():
+    pytest.importorskip("textarena")
+    env = load_env("textarena:Countdown-v0")
+    episode = await play(env(), env.tasks("train", 0)[0], ScriptedPolicy([], otherwise="nonsense"))
+    assert 0 < episode.reward < 1  # its progress
+    assert (episode.faults, episode.solved) == ({}, False)
+    assert str(episode.messages[-1].content).startswith("Invalid Move: Invalid action format.")
+
+
+async def test_a_game_that_the_opponents_first_moves_ended_takes_no_move():
+    pytest.importorskip("textarena")
+    env = load_env("textarena:Nim-v0", {"opponent": "scripted", "script": ["nonsense"], "player": 1})
+    game = env()
+    await game.reset(env.tasks("train", 0)[0])
+    rounds = game.game.state.turn
+    _, _, terminated, _, _ = await game.step(Message("assistant", "[0 1]"))
+    assert terminated
+    assert game.game.state.turn == rounds
+    assert game.game_reward() == 1.0
+    await game.close()
+
+
+async def test_an_opponent_that_never_gives_the_turn_is_an_error():
+    pytest.importorskip("textarena")
+    options = {"opponent": "scripted", "script": ["nonsense"], "player": 1}
+    env = load_env("textarena:SantoriniBaseFixed-v0", options)
+    with pytest.raises(ConfigError, match="made 1000 moves in a row"):
+        await env().reset(env.tasks("train", 0)[0])
