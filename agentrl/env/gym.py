@@ -269,10 +269,13 @@ class GymnasiumEnv(ToolEnv):
         return super().declared_rewards() or None
 
     def describe(self, observation: object) -> str:
-        """What the policy sees: the rendered text if the game supports it, else the observation."""
+        """What the policy sees: the rendered text if the game supports it, else the observation, as JSON if it is
+        not text."""
         if getattr(self.game, "render_mode", None) == "ansi":
             return without_colors(str(self.game.render())).strip("\n")
-        return json.dumps(_plain(observation))
+        if isinstance(observation, str):
+            return observation
+        return json.dumps(_plain(observation), ensure_ascii=False, default=str)
 
     def act(self, action: object) -> ToolResult:
         """Play one action of the game's action space."""
@@ -281,7 +284,10 @@ class GymnasiumEnv(ToolEnv):
         text = self.describe(observation)
         if terminated or truncated:
             text += "\nThe game is over."
-        return ToolResult(text, reward=self.reward_scale * float(reward), stop=terminated or truncated)
+        earned: object = reward
+        with contextlib.suppress(TypeError, ValueError):  # what is no number is refused as every reward is
+            earned = self.reward_scale * float(reward)
+        return ToolResult(text, reward=earned, stop=terminated or truncated)
 
     async def step(self, message: Message) -> Step:
         """Like any ToolEnv; the game's ending is `terminated`, its time limit `truncated`."""

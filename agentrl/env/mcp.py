@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
+import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -49,7 +52,7 @@ class McpServer:
     prefix: str = ""
     """Prefix of each tool's name."""
     connect_timeout_s: float = 30.0
-    """Timeout for starting and initializing the server."""
+    """Timeout for starting and initializing the server, once it has its turn to start."""
     call_timeout_s: float | None = None
     """Timeout of one call; overrides the env's."""
 
@@ -136,6 +139,17 @@ async def _ask_tools(server: McpServer) -> tuple[_Listed, ...]:
     return tuple(_Listed(tool.name, tool.description or "", tool.input_schema) for tool in found)
 
 
+_places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+
+
+def _starting() -> asyncio.Semaphore:
+    """The places of programs that start at once: hundreds would all take longer than `connect_timeout_s`."""
+    loop = asyncio.get_running_loop()
+    if loop not in _places:
+        _places[loop] = asyncio.Semaphore(max(4, os.cpu_count() or 1))
+    return _places[loop]
+
+
 @dataclass(slots=True)
 class McpConnection:
     """A session with a server, kept open by a separate task (the SDK ties a session to its task)."""
@@ -173,10 +187,11 @@ class McpConnection:
         )
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._done = asyncio.Event()
-        self._holder = asyncio.create_task(self._hold(mcp.Client(target), ready))
-        await asyncio.wait(
-            {ready, self._holder}, timeout=self.server.connect_timeout_s, return_when="FIRST_COMPLETED"
-        )
+        async with _starting() if self.server.command else contextlib.nullcontext():
+            self._holder = asyncio.create_task(self._hold(mcp.Client(target), ready))
+            await asyncio.wait(
+                {ready, self._holder}, timeout=self.server.connect_timeout_s, return_when="FIRST_COMPLETED"
+            )
         if not ready.done():
             await self.close()
             raise InfraError(f"mcp: {self.server.where}: no answer after {self.server.connect_timeout_s:g} s")

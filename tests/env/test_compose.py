@@ -1,5 +1,6 @@
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from agentrl.env import ToolEnv, ToolSettings, tool
 from agentrl.env.compose import ComposedEnv
 from agentrl.env.load import load_env
-from agentrl.env.mcp import McpServer
+from agentrl.env.mcp import McpConnection, McpServer
 from agentrl.env.rows import load_rows
 from agentrl.errors import ConfigError, InfraError, RewardError
 from agentrl.ports import reserved_port
@@ -319,6 +320,28 @@ async def test_a_class_may_name_mcp_servers_beside_its_tools():
     for _ in range(2):
         episode = await play(env, Task("t"), ScriptedPolicy([calls(("mine", {}), ("add", {})), "end"]))
         assert [c.result for c in episode.turns[0].calls] == ["mine", "1"]
+
+
+async def test_few_mcp_servers_start_at_once(monkeypatch):
+    pytest.importorskip("mcp")
+    starting, most = 0, 0
+
+    async def hold(self, client, ready):
+        nonlocal starting, most
+        starting += 1
+        most = max(most, starting)
+        await asyncio.sleep(0.01)
+        starting -= 1
+        ready.set_result(None)
+        await self._done.wait()
+
+    monkeypatch.setattr(McpConnection, "_hold", hold)
+    # Without a limit, the last of them would have to start within the time of all.
+    server = McpServer(command=("server",), connect_timeout_s=5)
+    connections = [McpConnection(server) for _ in range(8 * (os.cpu_count() or 1) + 16)]
+    await asyncio.gather(*[connection.open() for connection in connections])
+    await asyncio.gather(*[connection.close() for connection in connections])
+    assert 1 < most <= max(4, os.cpu_count() or 1)
 
 
 async def test_an_mcp_server_that_dies_of_a_call_is_an_observation():

@@ -13,7 +13,7 @@ from agentrl.env.ansi import without_colors
 from agentrl.env.gym import AnyText, GymnasiumEnv, TextGym, read_action, reader_of
 from agentrl.env.toolenv.json_schema import InvalidArguments
 from agentrl.envs.calculator import Calculator
-from agentrl.errors import ConfigError, InfraError
+from agentrl.errors import ConfigError, InfraError, RewardError
 from agentrl.testing.policy import ScriptedPolicy, call, play
 from agentrl.types import Message, StopReason, Task
 
@@ -298,3 +298,44 @@ def test_a_class_that_declares_ansi_without_an_argument_for_it_can_be_played():
 
     gymnasium.register("Mute-v0", Mute)
     assert GymnasiumEnv("Mute-v0").game.render_mode is None
+
+
+class Odd(Door):
+    """Shows something else than numbers, and earns `earned`."""
+
+    def __init__(self, shown=None, earned=0.0):
+        super().__init__()
+        self.shown, self.earned = shown, earned
+
+    def reset(self, *, seed=None, options=None):
+        return self.shown, {}
+
+    def step(self, action):
+        return self.shown, self.earned, True, False, {}
+
+
+@pytest.mark.filterwarnings("ignore")  # Gymnasium's own checks complain as well
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        ('a "door"\nand a wäll', 'a "door"\nand a wäll'),
+        ({"wall": "wäll", "n": np.int64(2)}, '{"wall": "wäll", "n": 2}'),
+        ({1}, '"{1}"'),
+    ],
+)
+async def test_text_is_shown_as_it_is_and_anything_else_as_json(shown, text):
+    gymnasium.register("Odd-v0", Odd)
+    env = GymnasiumEnv("Odd-v0", shown=shown)
+    (opening,) = [m.content for m in (await env.reset(Task("t")))[0] if m.role == "user"]
+    await env.close()
+    assert opening == text
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("earned", ["much", np.zeros(2), float("nan")])
+async def test_a_reward_that_is_no_number_is_no_mistake_of_the_policy(earned):
+    gymnasium.register("Odd-v0", Odd)
+    env = GymnasiumEnv("Odd-v0", earned=earned)
+    with pytest.raises(RewardError, match="reward of tool 'act' of GymnasiumEnv: it returned"):
+        await play(env, Task("t"), ScriptedPolicy([call("act", action=1)]))
+    await env.close()
