@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.env.adapter import Adapter
+from agentrl.env.env import DeclaredReward
 from agentrl.env.tasks import Split, generated
 from agentrl.env.textenv import TextEnv
 from agentrl.env.toolenv.declare import Stop, ToolResult, reward
@@ -57,6 +58,10 @@ class Gem(TextEnv, Adapter):
     def won(self) -> bool:
         """Whether the game ended with its full reward for success."""
         return self.over and self.last >= 1.0
+
+    def declared_rewards(self) -> Mapping[str, DeclaredReward] | None:
+        """Undeclared: they are the game's, for its moves; `won` is none of them."""
+        return None
 
     @classmethod
     def make(cls) -> Any:

@@ -16,7 +16,7 @@ import re
 import ssl
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias, cast
 
 import httpx
@@ -39,6 +39,10 @@ UNAVAILABLE = (429, 502, 503, 504)
 """Status codes of a server that is busy or not there; what the policy wrote does not cause them."""
 WAITS_S = (0.5, 1.0, 2.0, 4.0)
 """How long to wait before each further request to such a server."""
+SPARE_S = 5.0
+"""How much longer `setup` may take than its request."""
+VERIFY_S = 86_400.0
+"""Limit of the reward; each request of it ends after `verify_timeout_s`."""
 _ROLES: Mapping[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -66,6 +70,8 @@ class NemoGym(ToolEnv, Adapter):
         """Raises ConfigError if `rest` is no address."""
         if problem := address_problem(cls.rest):
             raise ConfigError(f"nemo_gym: url {cls.rest!r}: {problem}; write e.g. nemo_gym:http://127.0.0.1:8000")
+        needed_s = cls.options.verify_timeout_s + SPARE_S
+        cls.settings = replace(cls.settings, setup_timeout_s=max(cls.settings.setup_timeout_s, needed_s))
 
     def system(self) -> str:
         """The configured system prompt, unless the row has one."""
@@ -128,7 +134,7 @@ class NemoGym(ToolEnv, Adapter):
             await asyncio.sleep(wait_s)
         raise InfraError(f"nemo_gym: {self.url}/verify: {answer.status_code}: {answer.text[:300]}")
 
-    @reward(timeout_s=600.0)
+    @reward(timeout_s=VERIFY_S)
     async def verify(self, episode: Episode) -> Mapping[str, float]:
         """The server's reward: its named parts if they add up to it."""
         row = dict(self.task.row)

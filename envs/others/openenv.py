@@ -13,10 +13,11 @@ import base64
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from agentrl.env.adapter import Adapter
+from agentrl.env.env import DeclaredReward
 from agentrl.env.tasks import GeneratedTasks, Split, generated
 from agentrl.env.toolenv.background import background
 from agentrl.env.toolenv.declare import Content, ToolResult
@@ -30,6 +31,8 @@ from agentrl.types import Image, Part, Task
 
 _typed_listings: dict[OpenEnvServer, tuple[RemoteAction, ...] | None] = {}
 _mcp_listings: dict[OpenEnvServer, Sequence[RemoteAction]] = {}
+LIST_S = 30.0
+"""Timeout of listing the tools."""
 _SPLITS: Mapping[Split, Sequence[str]] = {"train": ("train",), "held_out": ("test", "validation")}
 
 
@@ -79,7 +82,8 @@ class OpenEnv(ToolEnv, Adapter):
     @classmethod
     def check_name(cls) -> None:
         """Raises ConfigError if `rest` is no address."""
-        cls.server_of()
+        needed_s = cls.server_of().connect_timeout_s + LIST_S + 5.0
+        cls.settings = replace(cls.settings, setup_timeout_s=max(cls.settings.setup_timeout_s, needed_s))
 
     @classmethod
     def tasks(cls, split: Split = "train", seed: int = 0, *, size: int = 10_000) -> Sequence[Task]:
@@ -104,6 +108,10 @@ class OpenEnv(ToolEnv, Adapter):
         return [
             _ActionTool(self, a) for a in self._only(_mcp_actions(self.server) if actions is None else actions)
         ]
+
+    def declared_rewards(self) -> Mapping[str, DeclaredReward] | None:
+        """Those of a subclass; undeclared if it has none, because the server's rewards are rewards of turns."""
+        return super().declared_rewards() or None
 
     async def prepare(self) -> None:
         """Acquire what a class declares, and a session."""
@@ -249,7 +257,7 @@ def _mcp_actions(server: OpenEnvServer) -> Sequence[RemoteAction]:
 
 
 async def _list_tools(session: OpenEnvSession) -> Sequence[RemoteAction]:
-    listed = await session.ask("step", {"type": "list_tools"}, 30.0)
+    listed = await session.ask("step", {"type": "list_tools"}, LIST_S)
     return [_mcp_action(tool) for tool in _objects(_object(listed.get("observation")).get("tools"))]
 
 

@@ -349,3 +349,11 @@ async def test_parts_of_the_packages_own_example():
             nemo_gym(url)(), Task("t", row), ScriptedPolicy([call("weather", city="Oslo"), say("Rain.")])
         )
         assert wrong.reward == 1.0
+
+
+def test_its_timeout_is_not_cut_by_those_of_other_envs():
+    env = load_env("nemo_gym:http://127.0.0.1:1", {"verify_timeout_s": 900.0})
+    assert env.settings.setup_timeout_s > 900
+    (verify,) = env.spec().rewards
+    assert verify.mark.timeout_s > 5 * 900
+    assert nemo_gym("http://127.0.0.1:1").settings.setup_timeout_s > 300

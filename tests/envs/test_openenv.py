@@ -22,6 +22,7 @@ from agentrl.envs.others.openenv import _actions_of, read_step
 from agentrl.errors import ConfigError, InfraError
 from agentrl.ports import reserved_port
 from agentrl.testing import check_env
+from agentrl.trainer.rewardless import no_reward
 from agentrl.types import Episode, Message, Task
 
 HERE = Path(__file__).parent
@@ -274,3 +275,15 @@ def test_a_failed_tool_that_ends_the_episode_keeps_its_reward():
     assert (ended.content, ended.reward, ended.stop) == ("Error: boom", -1.0, True)
     with pytest.raises(InfraError, match="not a number"):
         read_step({"observation": {}, "reward": "much", "done": False})
+
+
+def test_the_wait_for_a_session_is_not_cut_by_the_limit_of_setup():
+    assert openenv("http://127.0.0.1:1", connect_timeout_s=600.0).settings.setup_timeout_s > 600
+    assert openenv("http://127.0.0.1:1").settings.setup_timeout_s == 120
+
+
+def test_rewards_of_the_server_are_not_declared_and_may_be_rare(monkeypatch):
+    monkeypatch.setattr("agentrl.envs.others.openenv._typed_actions", lambda server: ())
+    env = openenv("http://127.0.0.1:1")()
+    assert env.declared_rewards() is None
+    assert "gave every episode the reward 0" in no_reward(env, [])

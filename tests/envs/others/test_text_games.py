@@ -15,6 +15,7 @@ from agentrl.env.load import load_env
 from agentrl.env.play import ScriptedPolicy, call, play
 from agentrl.preflight.dry_run import rehearse
 from agentrl.rollout.content import load_content
+from agentrl.trainer.rewardless import no_reward
 from agentrl.types import Message
 from bench.reach import ECOSYSTEMS
 
@@ -250,3 +251,11 @@ async def test_an_opponent_that_never_gives_the_turn_is_an_error():
     env = load_env("textarena:SantoriniBaseFixed-v0", options)
     with pytest.raises(ConfigError, match="made 1000 moves in a row"):
         await env().reset(env.tasks("train", 0)[0])
+
+
+async def test_the_rewards_of_gem_may_be_rare():
+    pytest.importorskip("gem")
+    env = load_env("gem:rg:chain_sum")()
+    episode = await play(env, env.tasks("train", 0)[0], ScriptedPolicy(["nonsense"]))
+    assert (episode.reward, episode.solved, dict(episode.rewards)) == (0.0, False, {"won": 0.0})
+    assert no_reward(env, [episode]) == ""
