@@ -15,7 +15,7 @@ _LOCK = threading.RLock()
 class OwnRandom:
     """`with` it, a game draws from its own state of `random` and `numpy.random`, whoever plays at the same time.
 
-    TextArena and GEM seed and use the global generators. Blocks exclude each other.
+    TextArena, GEM and some datasets of Reasoning Gym use the global generators. Blocks exclude each other.
     """
 
     def __init__(self, seed: int) -> None:

@@ -13,6 +13,7 @@ from agentrl.env.read import final_answer
 from agentrl.env.tasks import GeneratedTasks, Split
 from agentrl.env.textenv import TextEnv
 from agentrl.env.toolenv.declare import reward
+from agentrl.envs.others.own_random import OwnRandom
 from agentrl.errors import ConfigError
 from agentrl.suggest import did_you_mean
 from agentrl.types import Episode, Task
@@ -47,8 +48,7 @@ class ReasoningGym(TextEnv, Adapter):
 
     def setup(self, index: int, dataset_seed: int) -> str:
         """Ask the question of one entry."""
-        self.data = self.dataset(dataset_seed)
-        self.entry = self.data[index]
+        self.data, self.entry = self.dataset(dataset_seed), self.entry_at(dataset_seed, index)
         return str(self.entry["question"])
 
     def reply(self, text: str) -> None:
@@ -57,12 +57,17 @@ class ReasoningGym(TextEnv, Adapter):
 
     @reward(solved=True)
     def score_answer(self, episode: Episode) -> float:
-        """The dataset's score of the text in the last <answer>, or of the whole text if there is none."""
+        """The dataset's score of the text in the last <answer>, or of the whole text if there is none; 0 if the
+        dataset cannot read it."""
         from reasoning_gym.utils import extract_answer
 
         text = final_answer(episode)
         found = extract_answer(text)
-        return float(self.data.score_answer(answer=text.strip() if found is None else found, entry=self.entry))
+        answer = text.strip() if found is None else found
+        try:
+            return float(self.data.score_answer(answer=answer, entry=self.entry))
+        except Exception:  # some datasets raise at an answer of another form, e.g. a word for a number
+            return 0.0
 
     @classmethod
     def check_name(cls) -> None:
@@ -82,19 +87,28 @@ class ReasoningGym(TextEnv, Adapter):
                 raise ConfigError(f"env.options.config.{key} has no effect: {instead}; remove it")
         cls.made = functools.lru_cache(maxsize=8)(cls.make)
         try:
-            first = cls.dataset(0)[0]
+            first = cls.entry_at(0, 0)
         except (TypeError, AssertionError, ValueError, KeyError) as e:
             key = "datasets" if options.datasets else "config"
             raise ConfigError(f"env.options.{key} does not fit {cls.rest}: {e}") from e
         if first["answer"] is None:
             cls.oracle = None  # type: ignore[method-assign, assignment]
+        else:
+            cls.dataset(0).score_answer(answer=str(first["answer"]), entry=first)
 
     made: Any = None
 
     @classmethod
     def dataset(cls, seed: int) -> Any:
         """The dataset with a seed."""
-        return cls.made(seed)
+        with OwnRandom(seed):
+            return cls.made(seed)
+
+    @classmethod
+    def entry_at(cls, seed: int, index: int) -> Any:
+        """An entry of the dataset with a seed. Some datasets also draw from the global random generators."""
+        with OwnRandom(seed + index):
+            return cls.dataset(seed)[index]
 
     @classmethod
     def make(cls, seed: int) -> Any:
@@ -122,7 +136,7 @@ class ReasoningGym(TextEnv, Adapter):
     @classmethod
     def oracle(cls, task: Task) -> ScriptedPolicy:
         """Answer with the dataset's own answer; datasets that only check answers have no oracle."""
-        entry = cls.dataset(task.row["dataset_seed"])[task.row["index"]]
+        entry = cls.entry_at(task.row["dataset_seed"], task.row["index"])
         if entry["answer"] is None:
             raise ConfigError(f"task {task.id!r}: the dataset has no answer, which an oracle needs")
         return ScriptedPolicy([f"<answer>{entry['answer']}</answer>"])

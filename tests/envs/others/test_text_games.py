@@ -259,3 +259,21 @@ async def test_the_rewards_of_gem_may_be_rare():
     episode = await play(env, env.tasks("train", 0)[0], ScriptedPolicy(["nonsense"]))
     assert (episode.reward, episode.solved, dict(episode.rewards)) == (0.0, False, {"won": 0.0})
     assert no_reward(env, [episode]) == ""
+
+
+async def test_an_entry_of_reasoning_gym_is_the_same_in_every_episode():
+    pytest.importorskip("reasoning_gym")
+    env = load_env("reasoning_gym:list_functions", {"size": 20})
+    for task in (env.tasks("train", 3)[i] for i in (7, 12, 17)):  # these draw from the global generator
+        episodes = [await play(env(), task, env.oracle(task)) for _ in range(4)]
+        assert len({e.messages[1].content for e in episodes}) == 1
+        assert [e.reward for e in episodes] == [1.0] * 4
+
+
+async def test_an_answer_that_a_dataset_cannot_read_scores_nothing():
+    pytest.importorskip("reasoning_gym")
+    env = load_env("reasoning_gym:prime_factorization", {"size": 2})
+    task = env.tasks("train", 0)[0]
+    episode = await play(env(), task, ScriptedPolicy(["hello"]))
+    assert (episode.reward, episode.solved, episode.faults) == (0.0, False, {})
+    assert (await play(env(), task, env.oracle(task))).solved
