@@ -284,7 +284,7 @@ class GymnasiumEnv(ToolEnv):
         text = self.describe(observation)
         if terminated or truncated:
             text += "\nThe game is over."
-        earned: object = reward
+        earned: Any = reward
         with contextlib.suppress(TypeError, ValueError):  # what is no number is refused as every reward is
             earned = self.reward_scale * float(reward)
         return ToolResult(text, reward=earned, stop=terminated or truncated)
