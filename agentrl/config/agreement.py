@@ -196,7 +196,7 @@ def _check_distilled(config: RunConfig, env: str = "") -> None:
         )
     idle = {
         "kl.where": algorithm.kl.where != "loss",
-        "loss": "loss" in algorithm.written and not isinstance(algorithm.loss, OwnFunction),
+        "loss": algorithm.loss != AlgorithmConfig().loss and not isinstance(algorithm.loss, OwnFunction),
         "drop_zero_signal_groups": algorithm.drop_zero_signal_groups,
         "correction.off_policy": algorithm.correction.off_policy is not None,
     }

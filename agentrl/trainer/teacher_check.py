@@ -18,8 +18,10 @@ from agentrl.trainer.room import longest_episode
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TEXT = 'The weather tool answers {"city": "Oslo", "degrees": -12.5}, so the answer is 42.\n'
-"""What a server scores, to see whether its tokens are the policy's."""
+NUM_COMPARED = 256
+"""Ids, spread over the vocabulary, whose texts on a server are compared with the policy's."""
+OTHERS = 0.1
+"""Share of other texts from which the tokenizer is another; servers write some tokens in other ways."""
 TOKENIZER = "tokenizer.json"
 
 
@@ -76,16 +78,18 @@ async def check_teacher_server(config: RunConfig, policy: Path) -> None:
 
 
 def _compare_texts(teacher: TeacherConfig, tokenizer: Tokenizer) -> None:
-    ids: Sequence[int] = tokenizer.encode(TEXT, add_special_tokens=False).ids
+    every = sorted(tokenizer.get_vocab().values())
+    ids: Sequence[int] = every[:: max(1, len(every) // NUM_COMPARED)]
     server = TeacherServer(teacher)
     try:
         _, texts = server.scored(ids)
     finally:
         server.close()
     own = [tokenizer.decode([id], skip_special_tokens=False) for id in ids]
-    whole = [(mine, text) for mine, text in zip(own, texts, strict=False) if mine.isascii() and text.isascii()]
-    other = [(mine, text) for mine, text in whole if mine.strip() != text.replace("Ġ", " ").strip()]
-    if len(other) > len(whole) / 2:
+    both = [(mine, text.replace("Ġ", " ").replace("▁", " ")) for mine, text in zip(own, texts, strict=False)]
+    whole = [(mine, text) for mine, text in both if mine.isascii() and text.isascii()]
+    other = [(mine, text) for mine, text in whole if mine.strip() != text.strip()]
+    if len(other) > OTHERS * len(whole):
         mine, text = other[0]
         raise ConfigError(
             f"{server.where}: another tokenizer: what is {mine!r} for the policy is {text!r} there: distillation "

@@ -17,6 +17,7 @@ from agentrl.learner.rank import InProcess, LearnerSpec
 from agentrl.learner.ray_learner import ray_learner
 from agentrl.learner.shard import World
 from agentrl.learner.split import StepResult
+from agentrl.learner.teacher_server import asked_teacher
 from agentrl.trainer.algorithm import Algorithm
 from agentrl.trainer.samples import Scores, TrainingRows
 from agentrl.trainer.save import resume
@@ -40,7 +41,7 @@ class DirectLearner:
             self.learner = ray_learner(made)
         else:
             self.rank = LocalPolicyRank(made, world)
-            self.learner = Learner(made, InProcess(self.rank, self.rank))
+            self.learner = Learner(made, InProcess(self.rank, self.rank), reference=asked_teacher(made))
         self.steps = Algorithm(algorithm, reference_apart=self.learner.reference_apart)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,0 +1,257 @@
+"""Runs that learn from a teacher: in a folder, behind `agentrl serve`, and those that are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from agentrl.chat.template import Renderer
+from agentrl.config import RunConfig
+from agentrl.config.run import TinyModel
+from agentrl.doctor.examine import findings
+from agentrl.engine.local.local_engine import LocalEngine
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.models.tiny import make_tiny_model
+from agentrl.preflight.plan import make_plan
+from agentrl.reporting.report import Silent
+from agentrl.run_folder.records import read_metrics
+from agentrl.run_folder.store import RunStore
+from agentrl.trainer.run import train_run
+from agentrl.trainer.teacher_check import check_teacher_folder
+from tests.serve.serve_kit import serving
+
+ENV = '''
+from agentrl import Task, TextEnv
+
+
+class Silence(TextEnv):
+    """Say something; nobody rewards it."""
+
+    @classmethod
+    def tasks(cls, split, seed, size=20):
+        return [Task(f"{split}-{n}", {"number": n}) for n in range(size)]
+
+    async def setup(self, number: int) -> str:
+        return f"Say something about {number}"
+
+    def reply(self, text):
+        return None
+'''
+TINY = {"hidden": 32, "layers": 1, "heads": 2, "intermediate": 64, "max_context": 512}
+ADAPTERS_APART = {"lora": {"rank": 2}, "reference_ranks": 1}
+CORPUS = ["Say something about 12", "You are a helpful assistant."] * 20
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A larger model than the policy, with its own tokenizer."""
+    folder = tmp_path_factory.mktemp("teacher") / "model"
+    shape = TinyModel(hidden=48, layers=2, heads=4, intermediate=96, vocab=330, max_context=512)
+    make_tiny_model(folder, CORPUS, shape, seed=7)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("silence.py").write_text(ENV)
+
+
+def settings(teacher: dict[str, Any] | None, **changes: Any) -> RunConfig:
+    base: dict[str, Any] = {
+        "name": "student",
+        "steps": 4,
+        "env": {"use": f"{Path.cwd()}/silence.py:Silence"},
+        "model": {"tiny": TINY},
+        "teacher": teacher,
+        "rollout": {"groups_per_step": 4, "group_size": 2, "max_turns": 1, "max_tokens": 8, "token_budget": 300},
+        "algorithm": {"advantage": "none", "kl": {"coef": 1.0}},
+        "optim": {"lr": 1e-2, "warmup_steps": 0},
+        "eval": {"every": 0, "tasks": 1},
+        "checkpoint": {"every": 1, "keep": 10},
+    }
+    return RunConfig.model_validate(base | changes)
+
+
+def run(config: RunConfig, folder: str) -> list[dict[str, float]]:
+    """Train; returns the metrics of each step."""
+    with RunStore.open(config, Path(folder)) as store:
+        train_run(config, store, Silent())
+    return [line for line in read_metrics(Path(folder)) if line["step"] > 0]
+
+
+def test_a_run_without_rewards_approaches_its_teacher_and_resumes_exactly(teacher: Path):
+    given = {"path": str(teacher)}
+    lines = run(settings(given, steps=8), "whole")
+    assert lines[-1]["kl"] < 0.7 * lines[0]["kl"]
+    assert [line["loss"] for line in lines] == pytest.approx([line["kl"] for line in lines], rel=1e-5)
+    assert (Path("whole/start/tokenizer.json")).read_bytes() == (teacher / "tokenizer.json").read_bytes()
+    assert not {f.name for f in findings(Path("whole"))} & {"no-signal", "never-solved", "all-solved"}
+    run(settings(given, steps=3), "parts")
+    moved = Path("elsewhere")
+    shutil.copytree(teacher, moved)
+    run(settings({"path": str(moved.absolute())}, steps=8), "parts")  # the same model at another place
+    a, b = (
+        load_file(next(Path(f"{name}/checkpoints/step-8").glob("model*.safetensors")))
+        for name in ("whole", "parts")
+    )
+    assert all(a[name].equal(b[name]) for name in a)
+
+
+def test_rewards_and_a_teacher_train_together_with_adapters(teacher: Path):
+    policy = Path("policy")
+    make_tiny_model(policy, [], TinyModel(**TINY), tokenizer_of=teacher)
+    config = settings(
+        {"path": str(teacher)},
+        model={"path": str(policy.absolute())},
+        algorithm={"advantage": "rloo", "kl": {"coef": 0.5, "kind": "centered"}},
+        learner={"lora": {"rank": 4}},
+        steps=2,
+        env={"use": "agentrl.envs.calculator:Calculator"},
+        rollout={"groups_per_step": 2, "group_size": 2, "max_turns": 1, "max_tokens": 4, "token_budget": 500},
+    )
+    lines = run(config, "adapters")
+    assert lines[0]["kl"] > 0.05, "the reference would be at 0"
+
+
+def test_another_teacher_at_resume_is_refused(teacher: Path):
+    run(settings({"path": str(teacher)}, steps=1), "r")
+    other = Path("other")
+    make_tiny_model(other, [], TinyModel(**TINY), seed=9, tokenizer_of=teacher)
+    with pytest.raises(ConfigError, match=r"teacher\.path"):
+        run(settings({"path": str(other.absolute())}, steps=2), "r")
+
+
+@contextmanager
+def served(model: Path) -> Iterator[str]:
+    """The model behind the endpoint of `agentrl serve`, in another thread."""
+    ready, url = threading.Event(), ""
+    loop, ended = asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve() -> None:
+        nonlocal url
+        engine = LocalEngine.from_directory(model)
+        try:
+            async with serving(engine, Renderer.from_directory(model)) as where:
+                url = where.base_url
+                ready.set()
+                await ended.wait()
+        finally:
+            await engine.close()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    try:
+        assert ready.wait(60)
+        yield url
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join()
+        loop.close()
+
+
+def test_a_teacher_behind_agentrl_serve_says_what_one_in_a_folder_says(teacher: Path):
+    policy = Path("policy")
+    make_tiny_model(policy, [], TinyModel(**TINY), tokenizer_of=teacher)
+    same = {
+        "model": {"path": str(policy.absolute())},
+        "algorithm": {"advantage": "none", "kl": {"coef": 1.0, "kind": "centered"}},
+    }
+    here = run(settings({"path": str(teacher)}, steps=2, **same), "here")
+    with served(teacher) as url:
+        there = run(settings({"url": url, "model": "tiny"}, steps=2, **same), "there")
+        alien = Path("alien")
+        make_tiny_model(alien, ["quite other words of a language far away"] * 9, TinyModel(**TINY, vocab=330))
+        with pytest.raises(ConfigError, match="another tokenizer"):
+            run(settings({"url": url, "model": "tiny"}, model={"path": str(alien.absolute())}), "alien-run")
+    for a, b in zip(here, there, strict=True):
+        assert b["kl"] == pytest.approx(a["kl"], rel=1e-3)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
+
+
+def test_a_teacher_that_nobody_serves_is_refused_before_the_run(teacher: Path):
+    with pytest.raises(AgentRLError, match=r"teacher\.url .* nothing accepts connections there"):
+        run(settings({"url": "http://127.0.0.1:9/v1", "model": "t"}, model={"path": str(teacher)}), "r")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"teacher": None}, "advantage none leaves the rewards out"),
+        ({"algorithm": {"advantage": "none", "kl": {"coef": 0}}}, "teacher has no effect while"),
+        ({"teacher": {}}, "either path .* or url"),
+        ({"teacher": {"path": "T", "url": "http://x/v1"}}, "either path .* or url"),
+        ({"teacher": {"url": "http://127.0.0.1:1/v1"}}, "teacher.model is missing"),
+        ({"teacher": {"url": "localhost", "model": "t"}}, "teacher.url 'localhost'"),
+        ({"teacher": {"path": "T", "retry_s": 5}}, "retry_s has no effect without url"),
+        ({"model": {"tiny": {"vocab": 400}}}, "model.tiny.vocab has no effect with teacher.path"),
+        ({"learner": ADAPTERS_APART, "teacher": None, "algorithm": {}}, "reference_ranks has no effect with"),
+        ({"algorithm": {"advantage": "none", "loss": "gspo"}}, "algorithm.loss has no effect with algorithm"),
+        ({"algorithm": {"advantage": "none", "kl": {"where": "reward"}}}, "algorithm.kl.where has no effect with"),
+        ({"algorithm": {"advantage": "none", "drop_zero_signal_groups": True}}, "groups has no effect"),
+        ({"algorithm": {"kl": {"where": "reward", "kind": "full"}}}, "full differs in its gradient"),
+        ({"algorithm": {"kl": {"kind": "unbiased", "top": 9}}}, "algorithm.kl.top has no effect"),
+        ({"learner": {"reference_ranks": 2}, "algorithm": {"kl": {"kind": "full"}}}, "full compares whole"),
+        ({"rollout": {"refill_zero_signal": True}}, "compares no siblings"),
+    ],
+)  # fmt: skip
+def test_what_has_no_effect_is_refused(changes: dict[str, Any], text: str):
+    with pytest.raises(ValueError, match=text):
+        settings(**{"teacher": {"path": "T"}, **changes})
+
+
+def test_a_server_scores_at_temperature_one():
+    given = {"url": "http://127.0.0.1:9/v1", "model": "t"}
+    with pytest.raises(ValueError, match=r"scores at temperature 1, and rollout.temperature is 0.7"):
+        settings(given, rollout={"temperature": 0.7})
+
+
+def test_a_teacher_that_reads_other_tokens_is_refused(teacher: Path, tmp_path: Path):
+    policy = tmp_path / "policy"
+    make_tiny_model(policy, ["quite different text"] * 9, TinyModel(**TINY, vocab=330))
+    with pytest.raises(ConfigError, match=r"another tokenizer: \d+ of \d+ tokens differ"):
+        check_teacher_folder(settings({"path": str(teacher)}), policy)
+    small = tmp_path / "small"
+    shutil.copytree(teacher, small)
+    data = json.loads((small / "config.json").read_text())
+    for key, value, text in (
+        ("max_position_embeddings", 128, "its context is 128 tokens, and an episode may have 300"),
+        ("vocab_size", 50, "has 50 embeddings"),
+    ):
+        (small / "config.json").write_text(json.dumps({**data, key: value}))
+        with pytest.raises(ConfigError, match=text):
+            check_teacher_folder(settings({"path": str(small)}), teacher)
+    (small / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"has no tokenizer.json to compare"):
+        check_teacher_folder(settings({"path": str(small)}), teacher)
+    with pytest.raises(ConfigError, match="does not exist"):
+        check_teacher_folder(settings({"path": str(tmp_path / "nowhere")}), teacher)
+
+
+def test_tokens_that_the_teacher_does_not_know_are_a_note(teacher: Path, tmp_path: Path):
+    older = tmp_path / "older"
+    shutil.copytree(teacher, older)
+    data = json.loads((older / "tokenizer.json").read_text())
+    data["added_tokens"] = [t for t in data["added_tokens"] if t["content"] != "</think>"]
+    (older / "tokenizer.json").write_text(json.dumps(data))
+    (note,) = check_teacher_folder(settings({"path": str(older)}), teacher)
+    assert "was not trained with 1 of the policy's tokens ('</think>')" in note
+
+
+def test_the_plan_knows_the_size_and_place_of_the_teacher(teacher: Path):
+    here = make_plan(settings({"path": str(teacher)}))
+    alone = make_plan(settings(None, algorithm={"kl": {"coef": 0.1}}))
+    assert any(line.startswith("teacher: ") for line in here.placement), here.placement
+    assert any("the teacher is a frozen model" in f.text for f in here.findings)
+    assert here != alone
+    there = make_plan(settings({"url": "http://127.0.0.1:9/v1", "model": "t"}))
+    assert any("teacher: t at http://127.0.0.1:9/v1" in line for line in there.placement)
