@@ -197,14 +197,14 @@ def _named(name: str, section: type[Section]) -> Iterator[str]:
 
 def _optional(name: str, field: FieldInfo, section: type[Section]) -> str:
     """How to enable an optional section."""
-    if conditions := [fact.condition() for fact in effects(field)]:
-        return f"{' '.join(conditions)} Without the section its defaults apply."
+    conditions = "".join(f"{fact.condition()} " for fact in effects(field))
     try:
         section.model_validate({})
     except ValidationError:
-        return (
-            f"Off by default. `{name}: {{}}` is not enough to enable it: set the required keys in the table below."
-        )
+        keys = "set the required keys in the table below"
+        return f"{conditions}Off by default. `{name}: {{}}` is not enough to enable it: {keys}."
+    if conditions:
+        return f"{conditions}Without the section its defaults apply."
     return f"Off by default; `{name}: {{}}` enables it with the defaults below."
 
 

@@ -876,7 +876,7 @@ _REST = [
         "by hand",
         dict.fromkeys(("nnodes", "n_gpus_per_node"), "engine.server.replicas, on dedicated GPUs"),
     ),
-    Row("distillation.*", "refused", "no on-policy distillation", None),
+    Row("distillation.*", "by hand", "name the teacher under `teacher`; algorithm.kl.coef is its weight"),
     Row("transfer_queue.*", "same", "episodes stay in the run's process or its Ray workers"),
     Row("global_profiler.*", "refused", _PROFILE),
     Row("skip.*", "refused", "rollouts are not replayed from a dump"),
