@@ -35,7 +35,8 @@ class TokenDrift(StrEnum):
     RETOKENISED = "retokenised"
     """The same text with different ids, in sampled tokens: expected, and the reason for keeping ids."""
     RESERIALISED = "reserialised"
-    """The same message as different text, in sampled tokens: JSON spacing, a malformed call kept as text."""
+    """The same message as different text, in sampled tokens: JSON spacing, a malformed call kept as text, a turn
+    without the stop text that cut it."""
     HISTORY_REWRITE = "history_rewrite"
     """The template writes an earlier turn differently than when that turn was the newest."""
     CONTENT = "content"
@@ -284,6 +285,8 @@ class _Judge:
             return TokenDrift.BOUNDARY
         if not self._agree():
             return TokenDrift.CONTENT
+        if inside is not None and sampled in self.transcript.cut:
+            return TokenDrift.RESERIALISED
         if inside is not None and sampled is not None:  # the template itself writes something else
             return TokenDrift.RESERIALISED if self.context[sampled].parse_errors else TokenDrift.HISTORY_REWRITE
         return TokenDrift.HISTORY_REWRITE if self._rewritten() else TokenDrift.CONTENT
@@ -329,10 +332,10 @@ class _Judge:
 def agrees(transcript: Transcript) -> bool:
     """Whether the transcript agrees with its messages.
 
-    Completions must parse as their messages, and appending the messages turn by turn must give the same ids. A
-    branch that continues from a fully rendered context (`resume`, `history: fork`) is only parsed.
+    Completions must parse as their messages unless they were cut, and appending the messages turn by turn must
+    give the same ids. A branch that continues from a fully rendered context (`resume`, `history: fork`) is only parsed.
     """
-    branch, place = transcript.branch, transcript.places
+    branch, place, cut = transcript.branch, transcript.places, transcript.cut
     completions = {place[s.message]: s for s in branch if s.origin == "sampled" and s.message is not None}
     begun = [n for n, segment in enumerate(branch) if segment.origin == "sampled"]
     whole = any(s.origin == "prompt" for s in branch[begun[0] :]) if begun else False
@@ -346,7 +349,7 @@ def agrees(transcript: Transcript) -> bool:
             again.extend(new)
             segment, new = completions[n], []
             read = transcript.renderer.parse(segment.ids, tools=transcript.tools, thinking=again.thinking)
-            if not same_meaning(read, message):
+            if n not in cut and not same_meaning(read, message):
                 return False
             again.complete(Completion(segment.ids, segment.logprobs, segment.versions, "stop"), message=message)
         if new:

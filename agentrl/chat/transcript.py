@@ -6,7 +6,7 @@ compacted contexts and templates that rewrite history are neither computed nor t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,7 @@ class Transcript:
         self.history: History = history or renderer.history
         self._segments: list[Segment] = []  # shared by all branches, like the messages
         self._messages: list[Message] = []
+        self._cut: set[int] = set()  # messages that say less than their completions
         self._ids = GrowingIds()
         self._node = -1
         self._context: list[int] = []  # messages of this branch, by index in the episode
@@ -90,6 +91,11 @@ class Transcript:
     def places(self) -> Mapping[int, int]:
         """Where each message of this branch is located in `context`, by its index in `messages`."""
         return {index: place for place, index in enumerate(self._context)}
+
+    @property
+    def cut(self) -> Set[int]:
+        """Places in `context` of messages that were cut: they say less than the tokens of their completions."""
+        return {place for index, place in self.places.items() if index in self._cut}
 
     @property
     def prompted(self) -> bool:
@@ -164,11 +170,12 @@ class Transcript:
         self._add(Segment(tuple(ids[count:]), "prompt", self._node, new[-1]))
         self._thinking = self.renderer.habits.thinks if thinking is None else thinking
 
-    def complete(self, completion: Completion, *, message: Message | None = None) -> Message:
+    def complete(self, completion: Completion, *, message: Message | None = None, cut: bool = False) -> Message:
         """Append a completion exactly as sampled and return the message it parses as.
 
         Args:
             message: the parsed completion, if already known; it is not parsed again.
+            cut: `message` says less than the tokens, because a stop text of the client ended it.
 
         Raises:
             ValueError: the completion's ids, logprobs and versions differ in length.
@@ -182,6 +189,8 @@ class Transcript:
         if message is None:
             message = self.renderer.parse(completion.ids, tools=self.tools, thinking=self._thinking, number=number)
         self._messages.append(message)
+        if cut:
+            self._cut.add(number)
         self._context.append(number)
         self._add(Segment(completion.ids, "sampled", self._node, number, completion.logprobs, completion.versions))
         if completion.routes is not None:
@@ -209,7 +218,7 @@ class Transcript:
         """
         tools = self.tools if tools is None else tools
         other = Transcript(renderer or self.renderer, tools, history=self.history)
-        other._segments, other._messages = self._segments, self._messages
+        other._segments, other._messages, other._cut = self._segments, self._messages, self._cut
         if keep is None:
             other._move(self._node, list(self._context))
             other._before, other._thinking = self._before, self._thinking
@@ -226,6 +235,7 @@ class Transcript:
         """Return an independent copy: what is added to it is not part of the episode."""
         other = self.fork()
         other._segments, other._messages = list(self._segments), list(self._messages)
+        other._cut = set(self._cut)
         return other
 
     def rows(self) -> list[TrainingRow]:

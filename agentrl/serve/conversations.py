@@ -151,6 +151,7 @@ class Conversations:
         number: int | None = None,
         message: Message | None = None,
         sent: Incoming | None = None,
+        cut: bool = False,
     ) -> ServedTurn:
         """Remember a completion of `prompt`.
 
@@ -158,6 +159,7 @@ class Conversations:
             number: from `number()`, if the turn's call ids have already been sent.
             message: what the completion says, if that differs from its parsed tokens (because a stop text cut it).
             sent: what the client received, if that is not `message` with minted call ids.
+            cut: a stop text cut it.
 
         Raises:
             ValueError: the completion's ids, logprobs and versions differ in length.
@@ -165,7 +167,7 @@ class Conversations:
         number = self.number() if number is None else number
         branch = prompt.branch.fork()
         prompt_tokens = len(branch.ids)
-        message = branch.complete(completion, message=message)
+        message = branch.complete(completion, message=message, cut=cut)
         if sent is None:
             calls = tuple(replace(call, id=self.call_id(number, n)) for n, call in enumerate(message.tool_calls))
             sent = Incoming(replace(message, tool_calls=calls), tuple(arguments_text(call) for call in calls))

@@ -368,6 +368,7 @@ class Job:
             number=number,
             message=reader.message(len(self.prompt.branch.messages)),
             sent=sent,
+            cut=reader.stopped_by is not None,
         )
         finish: Literal["stop", "length", "tool_calls"] = "stop"
         if sampled.completion.finish == "length":

@@ -23,6 +23,7 @@ from agentrl.agents.program import Agent, CommandAgent, FunctionAgent
 from agentrl.agents.recorder import Recorder
 from agentrl.chat.template import Renderer
 from agentrl.chat.token_check import TokenCheckBudget
+from agentrl.chat.transcript import rows_of
 from agentrl.config import load_config
 from agentrl.config.run import AgentConfig, RunConfig
 from agentrl.env import Env, ToolEnv, reward
@@ -168,6 +169,33 @@ print(json.load(urllib.request.urlopen(request, timeout=20))["choices"][0]["mess
         found = await player.play(TASK, episode_id="e", seed=1)
     assert found.error is None
     assert [turn.message.content for turn in found.turns] == ["11"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_turns_that_a_stop_text_of_the_client_cuts_train(renderer: Renderer, stream: bool):
+    said = ["Thought: add\nAction: 4+7\nObservation: 12, I guess", "Thought: 11\nObservation: no", "11"]
+    stop, heard = "\nObservation:", []
+
+    async def reasons_and_acts(task: Any, access: Any) -> None:
+        messages: list[Any] = [{"role": "user", "content": "4+7?"}]
+        for _ in said:
+            answer = await access.client().chat.completions.create(
+                model="m", messages=messages, stop=[stop], stream=stream
+            )
+            if stream:
+                text = "".join([c.choices[0].delta.content or "" async for c in answer if c.choices])
+            else:
+                text = answer.choices[0].message.content
+            heard.append(text)
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Observation: 11"}]
+
+    async with playing(engine_of(renderer, lambda turn: say(said[turn])), renderer, reasons_and_acts) as player:
+        found = await player.play(TASK, episode_id="e", seed=1)
+    assert (found.error, heard) == (None, [text.split(stop)[0] for text in said])
+    assert found.metrics == {"tokens/reserialised": 2.0}
+    sampled = [renderer.decode(s.ids) for s in found.segments if s.origin == "sampled"]
+    assert [text.replace("<|im_end|>", "") for text in sampled] == [heard[0] + stop, heard[1] + stop, "11"]
+    assert len(rows_of(found.segments)) == 1
 
 
 async def test_a_command_is_an_agent(renderer: Renderer):
