@@ -148,7 +148,7 @@ class BoxedAgent:
     def _order(self, task: AgentTask, access: Access, address: str) -> dict[str, object]:
         inside = replace(access, base_url=f"{{root}}/{access.api_key}/v1")
         paths = {"PYTHONPATH": os.pathsep.join(self.spec.python_path)} if self.spec.python_path else {}
-        words = [w.replace("{prompt}", task.prompt).replace("{id}", task.task.id) for w in self.command]
+        words = task.fill(self.command, base_url=inside.base_url)  # the port is known inside only
         return {"socket": address, "env": paths | inside.environment, "command": words, "task": task.data()}
 
 

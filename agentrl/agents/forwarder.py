@@ -42,7 +42,7 @@ async def main():
     server = await asyncio.start_server(forward, "127.0.0.1", 0)
     root = "http://127.0.0.1:%d" % server.sockets[0].getsockname()[1]
     env = {**os.environ, **{name: value.replace("{root}", root) for name, value in order["env"].items()}}
-    words = [word.replace("{base_url}", env["OPENAI_BASE_URL"]) for word in order["command"]]
+    words = [word.replace(order["env"]["OPENAI_BASE_URL"], env["OPENAI_BASE_URL"]) for word in order["command"]]
     if words[0] in ("python", "python3"):
         words[0] = sys.executable or "python3"
     try:

@@ -36,6 +36,26 @@ def read_outcome(text: str) -> Any:
         return text
 
 
+def _check_policy(recording: EpisodeRecording) -> None:
+    """Check that what an episode lacks is not our fault, however its program took it.
+
+    Raises:
+        EngineError: the policy could not answer.
+        Exception: a bug of agentrl that a request met.
+    """
+    if recording.bug is not None:
+        raise recording.bug
+    if recording.trouble is not None:
+        raise EngineError(recording.trouble)
+
+
+def _without_completion(recording: EpisodeRecording) -> InfraError:
+    why = "does it use the base URL it is given?"
+    if recording.refusal is not None:
+        why = f"its request was refused ({recording.refusal.status}): {recording.refusal.message[:300]}"
+    return InfraError(f"the agent ended without a completion of the policy: {why}")
+
+
 @dataclass(frozen=True, slots=True)
 class AgentPlayer:
     """Plays episodes by running a program.
@@ -78,13 +98,13 @@ class AgentPlayer:
             return await self._run_episode(OpenEpisode(task, status), seed)
 
     async def _run_episode(self, episode: OpenEpisode, seed: int) -> Episode:
-        recorder, renderer = self.recorder, self.recorder.renderer
+        recorder, renderer, engine = self.recorder, self.recorder.renderer, self.recorder.engine
         timeout_s = recorder.limits.timeout_s
         recording = recorder.open(temperature=self.temperature, seed=seed)
         release = partial(recorder.close, recording)
         with attribution(episode):
             async with closing(self.make_env, episode, timeout_s, release=release) as env:
-                async with episode_clock(episode, timeout_s):
+                async with episode_clock(episode, timeout_s, outage_s=lambda: engine.outage_s):
                     count_tokens = lambda text: len(renderer.encode_text(text))  # noqa: E731
                     env.bind(PolicyAccess(count_tokens=count_tokens, decode=renderer.vocabulary.decode_plain))
                     opening = await reset_env(env, episode)
@@ -94,6 +114,9 @@ class AgentPlayer:
                     given = AgentTask(episode.task, opening, env.tools, box)
                     said = await self._run_agent(given, episode, recording)
                     env.outcome = read_outcome(said)
+                _check_policy(recording)  # the time may have run out
+                if not (episode.turns or recording.cut_off):
+                    raise _without_completion(recording)
                 await score_env(env, episode, timeout_s)
         return self._checked(episode.result(), recording)
 
@@ -116,16 +139,11 @@ class AgentPlayer:
             episode.turns[:] = recording.turns(episode.status.started)
             episode.tools = recording.tools
             episode.count(recording.metrics())
-        if recording.bug is not None:
-            raise recording.bug
-        if recording.trouble is not None:
-            raise EngineError(recording.trouble)
+        _check_policy(recording)
         if crashed and recording.stop is None and (self.crash == "infra" or not episode.turns):
             raise InfraError(f"the agent crashed after {recording.num_turns} turns: {crashed}")
         if not episode.turns:
-            raise InfraError(
-                "the agent ended without a completion of the policy: does it use the base URL it is given?"
-            )
+            raise _without_completion(recording)
         episode.count({"agent/crashed": 1.0} if crashed else {})
         last = episode.turns[-1]
         ended = StopReason.TERMINATED if last.message.tool_calls else StopReason.ANSWERED

@@ -9,6 +9,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ DRAIN_S = 1.0
 """How long the outputs of a command that has ended may stay open."""
 LOOK_S = 0.05
 """How often to check whether a command has ended while others hold its outputs open."""
+_PLACEHOLDER = re.compile(r"\{(?:prompt|id|base_url)\}")
 
 
 class AgentCrashedError(Exception):
@@ -44,27 +46,22 @@ class AgentCrashedError(Exception):
 
 
 class Clients:
-    """One HTTP client for all functions of a process: creating one per episode costs more than a request."""
+    """One HTTP client for all functions in an event loop: creating one per episode costs more than a request."""
 
     def __init__(self) -> None:
+        self._loop = _running_loop()
         self._shared: AsyncOpenAI | None = None
 
     def client(self, base_url: str, api_key: str) -> AsyncOpenAI:
-        """The official client of one episode; callers must not close it."""
-        import httpx
-        from openai import AsyncOpenAI
+        """The official client of one episode; callers must not close it.
 
-        from agentrl.engine.servers.http import SDK_LIMITS, Transport
-
+        Connections are tied to an event loop, so a function on a thread, with a loop of its own, shares and keeps
+        none.
+        """
+        if _running_loop() is not self._loop:
+            return _new_client(base_url, api_key, keep=0)
         if self._shared is None:
-            # Requests stay on this machine, without TLS: loading certificates would take most of the time.
-            transport = Transport(limits=SDK_LIMITS, verify=False)
-            http = httpx.AsyncClient(transport=transport, trust_env=False, follow_redirects=True)
-            self._shared = AsyncOpenAI(
-                base_url=base_url,
-                api_key=api_key,
-                http_client=http,  # type: ignore[arg-type] # the SDK names httpx2 and takes both
-            )
+            self._shared = _new_client(base_url, api_key)
         return self._shared.copy(base_url=base_url, api_key=api_key)
 
     async def close(self) -> None:
@@ -72,6 +69,31 @@ class Clients:
         if self._shared is not None:
             await self._shared.close()
             self._shared = None
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _new_client(base_url: str, api_key: str, keep: int | None = None) -> AsyncOpenAI:
+    """A client with at most `keep` idle connections."""
+    import httpx
+    from openai import AsyncOpenAI
+
+    from agentrl.engine.servers.http import SDK_LIMITS, Transport
+
+    # Requests stay on this machine, without TLS: loading certificates would take most of the time.
+    limits = SDK_LIMITS if keep is None else httpx.Limits(max_keepalive_connections=keep)
+    transport = Transport(limits=limits, verify=False)
+    http = httpx.AsyncClient(transport=transport, trust_env=False, follow_redirects=True)
+    return AsyncOpenAI(
+        base_url=base_url,
+        api_key=api_key,
+        http_client=http,  # type: ignore[arg-type] # the SDK names httpx2 and takes both
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +146,11 @@ class AgentTask:
         """The text of the last opening message."""
         content = self.messages[-1].content if self.messages else ""
         return content if isinstance(content, str) else "".join(p for p in content if isinstance(p, str))
+
+    def fill(self, command: Sequence[str], *, base_url: str) -> list[str]:
+        """The words of a command with `{prompt}`, `{id}` and `{base_url}` replaced, but not within a prompt."""
+        values = {"{prompt}": self.prompt, "{id}": self.task.id, "{base_url}": base_url}
+        return [_PLACEHOLDER.sub(lambda found: values[found.group()], word) for word in command]
 
     def data(self) -> dict[str, Any]:
         """The task as JSON data."""
@@ -237,8 +264,7 @@ class CommandAgent:
         return out.text()
 
     async def _start(self, task: AgentTask, access: Access) -> asyncio.subprocess.Process:
-        words = [w.replace("{prompt}", task.prompt).replace("{id}", task.task.id) for w in self.command]
-        words = [word.replace("{base_url}", access.keyed_url) for word in words]
+        words = task.fill(self.command, base_url=access.keyed_url)
         if words[0] == "python":
             words[0] = sys.executable
         try:
@@ -248,11 +274,17 @@ class CommandAgent:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 cwd=self.cwd,
-                env={**os.environ, **access.environment},
+                env={**os.environ, **without_proxy(), **access.environment},
                 start_new_session=True,
             )
         except (OSError, ValueError) as e:  # ValueError: a NUL in the prompt
             raise AgentCrashedError(f"cannot start {words[0]}: {getattr(e, 'strerror', None) or e}") from e
+
+
+def without_proxy() -> dict[str, str]:
+    """Environment variables that keep requests to this machine from a proxy, in addition to what they exclude."""
+    hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, [hosts, "127.0.0.1"])))
 
 
 async def _ended(process: asyncio.subprocess.Process) -> int:

@@ -81,6 +81,8 @@ class EpisodeRecording:
         offered: the tools offered in requests that send none.
         jobs: what may be asked for again, by request.
         sampling: completions in progress.
+        cut_off: whether completions were in progress when the episode ended.
+        refusal: the first request that was refused, and why.
         bug: an exception of our own code that a request met.
     """
 
@@ -92,6 +94,8 @@ class EpisodeRecording:
         self.offered: Sequence[Mapping[str, Any]] = ()
         self.jobs: dict[str, RecordedJob] = {}
         self.sampling: set[asyncio.Task[Any]] = set()
+        self.cut_off = False
+        self.refusal: ApiError | None = None
         self.bug: Exception | None = None
         self.lock = asyncio.Lock()
         self._limits, self._temperature, self._seed = limits, temperature, seed
@@ -135,7 +139,7 @@ class EpisodeRecording:
 
     def seal(self) -> None:
         """End the episode: new requests are rejected, and completions in progress are dropped."""
-        self._sealed = True
+        self._sealed, self.cut_off = True, self.cut_off or bool(self.sampling)
         self._turns_left.set()
         for task in self.sampling:
             task.cancel()
@@ -318,7 +322,8 @@ class RecordedClient(Client):
         return self.recording.offered
 
     def refused(self, error: ApiError) -> None:
-        """A request that is too large to be read has met the token budget."""
+        """Remember why; a request that is too large to be read has met the token budget."""
+        self.recording.refusal = self.recording.refusal or error
         if error.code == "request_too_large":
             self.recording.stop = self.recording.stop or StopReason.TOKEN_BUDGET
 

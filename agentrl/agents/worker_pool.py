@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentrl.agents.program import Access, AgentCrashedError, AgentTask, end_group, how_ended
+from agentrl.agents.program import Access, AgentCrashedError, AgentTask, end_group, how_ended, without_proxy
 from agentrl.errors import ConfigError, InfraError
 
 HELPER = Path(__file__).parent / "for_workers"
@@ -173,7 +173,7 @@ class WorkerAgent:
                 stdout=pipe,
                 stderr=pipe,
                 cwd=self.cwd,
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, **without_proxy(), "PYTHONPATH": path},
                 start_new_session=True,
                 limit=LINE_BYTES,
             )

@@ -24,10 +24,12 @@ import pytest
 from agentrl.agents import program
 from agentrl.agents.boxed import BoxedAgent
 from agentrl.agents.player import AgentPlayer
-from agentrl.agents.program import CommandAgent
+from agentrl.agents.program import CommandAgent, FunctionAgent
 from agentrl.chat.template import Renderer
 from agentrl.env import reward
 from agentrl.envs.calculator.env import Calculator
+from agentrl.errors import EngineError
+from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import say
 from agentrl.types import Episode, StopReason, Task
 from tests.agents.test_boxed import ASK, boxed
@@ -103,6 +105,73 @@ async def test_a_callable_that_returns_an_awaitable_is_awaited(renderer: Rendere
         async with agent(renderer, what) as player:
             found = await play(player)
         assert (found.error, len(found.turns)) == (None, 1)
+
+
+async def test_a_function_on_a_thread_may_run_the_client_in_a_loop_of_its_own(renderer: Renderer):
+    def in_thread(task: Any, access: Any) -> str:
+        return asyncio.run(ask(access)).choices[0].message.content
+
+    numbers = iter(range(4))
+
+    def mixed(task: Any, access: Any) -> Any:
+        return ask(access) if next(numbers) % 2 else in_thread(task, access)
+
+    async with agent(renderer, in_thread) as player:
+        found = [await play(player) for _ in range(3)]
+        found += [await play(replace(player, agent=FunctionAgent(mixed))) for _ in range(4)]
+    assert [(one.error, one.metrics.get("agent/crashed")) for one in found] == [(None, None)] * 7
+
+
+async def test_time_that_runs_out_does_not_hide_what_the_policy_is_not_to_blame_for(renderer: Renderer):
+    async def silent(task: Any, access: Any) -> None:
+        await asyncio.sleep(60)
+
+    async def patient(task: Any, access: Any) -> None:
+        await ask(access)
+        with contextlib.suppress(openai.APIStatusError):
+            await ask(access)
+        await asyncio.sleep(60)
+
+    async def slow(task: Any, access: Any) -> None:
+        await ask(access)
+
+    class Away(ScriptedEngine):
+        outage_s = 0.0
+
+        async def generate(self, *given: Any, **options: Any) -> Any:
+            self.outage_s += 1.0
+            return await super().generate(*given, **options)
+
+    lines = iter([say("11"), EngineError("the server is gone")])
+    away = Away(renderer, lambda turn: say("11"), delay_s=60.0)
+    waits = engine_of(renderer, lambda turn: say("11"), delay_s=60.0)
+    told = []
+    for engine, plays in (
+        (engine_of(renderer, [say("11")]), silent),
+        (engine_of(renderer, lambda turn: next(lines)), patient),
+        (away, slow),
+        (waits, slow),
+    ):
+        async with playing(engine, renderer, plays, crash="score", timeout_s=1.0) as player:
+            found = await play(player)
+        told.append((found.stop_reason, found.error))
+    infra, unasked = StopReason.INFRA, "the agent ended without a completion of the policy"
+    assert told == [
+        (infra, f"InfraError: {unasked}: does it use the base URL it is given?"),
+        (infra, "EngineError: the server is gone"),
+        (infra, "InfraError: an episode during which no server could answer took longer than 1 s"),
+        (StopReason.TIMEOUT, None),
+    ]
+
+
+async def test_an_agent_whose_requests_are_all_refused_is_told_why(renderer: Renderer):
+    async def choosy(task: Any, access: Any) -> None:
+        with contextlib.suppress(openai.APIStatusError):
+            await ask(access, n=2)
+
+    async with agent(renderer, choosy) as player:
+        found = await play(player)
+    assert "its request was refused (400): n: an episode continues from a single choice" in str(found.error)
 
 
 async def test_a_function_that_ignores_its_end_is_left_behind(

@@ -19,7 +19,7 @@ import pytest
 
 from agentrl.agents.player import AgentPlayer
 from agentrl.agents.players import make_agent, players
-from agentrl.agents.program import Agent, CommandAgent, FunctionAgent
+from agentrl.agents.program import Agent, CommandAgent, FunctionAgent, without_proxy
 from agentrl.agents.recorder import Recorder
 from agentrl.chat.template import Renderer
 from agentrl.chat.token_check import TokenCheckBudget
@@ -169,6 +169,47 @@ print(json.load(urllib.request.urlopen(request, timeout=20))["choices"][0]["mess
         found = await player.play(TASK, episode_id="e", seed=1)
     assert found.error is None
     assert [turn.message.content for turn in found.turns] == ["11"]
+
+
+ASK_ONCE = """
+import sys, openai
+openai.OpenAI().chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+print(sys.argv)
+"""
+
+
+async def test_only_the_words_of_the_command_have_placeholders(renderer: Renderer):
+    class Braces(Calculator):
+        def setup(self, start: int, operations: Any) -> str:
+            return "write {id}, {base_url} and {prompt}"
+
+    command, outcomes = CommandAgent([sys.executable, "-c", ASK_ONCE, "{id}: {prompt}"]), []
+
+    class Seen(Braces):
+        @reward
+        def seen(self) -> bool:
+            outcomes.append(self.outcome)
+            return True
+
+    async with playing(
+        engine_of(renderer, [say("11")]), renderer, command, make_env=Seen, timeout_s=200.0
+    ) as player:
+        found = await player.play(TASK, episode_id="e", seed=1)
+    assert found.error is None
+    assert outcomes == ["['-c', 't: write {id}, {base_url} and {prompt}']\n"]
+
+
+async def test_a_proxy_of_the_machine_does_not_get_the_requests(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "intranet")
+    command = CommandAgent([sys.executable, "-c", ASK_ONCE])
+    async with playing(engine_of(renderer, [say("11")]), renderer, command, timeout_s=200.0) as player:
+        found = await player.play(TASK, episode_id="e", seed=1)
+    assert found.error is None
+    assert without_proxy() == {"no_proxy": "intranet,127.0.0.1", "NO_PROXY": "intranet,127.0.0.1"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -338,7 +379,7 @@ class TestCommands:
         command = CommandAgent(["sh", "-c", f"sleep 60 & echo $! $$ > {pids}; wait"])
         async with playing(engine_of(renderer), renderer, command, timeout_s=1.0) as player:
             found = await player.play(TASK, episode_id="e", seed=1)
-        assert found.stop_reason is StopReason.TIMEOUT
+        assert found.stop_reason is StopReason.INFRA, "it never asked the policy"
         for pid in map(int, pids.read_text().split()):
             for _ in range(200):
                 if not _alive(pid):
