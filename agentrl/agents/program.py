@@ -252,7 +252,7 @@ class CommandAgent:
             code = await _ended(process)
         finally:
             await end_group(process)
-            await asyncio.to_thread(_end_leftovers, access.api_key)
+            await asyncio.to_thread(end_leftovers, access.api_key)
             await asyncio.wait(streams, timeout=DRAIN_S)
             await _drop(streams)
             vars(process)["_transport"].close()  # what hid from that may still hold the outputs open
@@ -346,7 +346,7 @@ async def _drop(tasks: Sequence[asyncio.Future[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _end_leftovers(key: str) -> None:
+def end_leftovers(key: str) -> None:
     """Kill the processes that were started with the key of an episode, in whatever group they are (Linux)."""
     for _ in range(3):  # one may be starting another
         found = [folder.name for folder in Path("/proc").glob("[0-9]*") if _has(folder / "environ", key.encode())]

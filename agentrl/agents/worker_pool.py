@@ -18,7 +18,15 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentrl.agents.program import Access, AgentCrashedError, AgentTask, end_group, how_ended, without_proxy
+from agentrl.agents.program import (
+    Access,
+    AgentCrashedError,
+    AgentTask,
+    end_group,
+    end_leftovers,
+    how_ended,
+    without_proxy,
+)
 from agentrl.errors import ConfigError, InfraError
 
 HELPER = Path(__file__).parent / "for_workers"
@@ -149,6 +157,7 @@ class WorkerAgent:
             self._free.put_nowait(worker if kept else None)
             if not kept:
                 await self._drop(worker)
+                await asyncio.to_thread(end_leftovers, access.api_key)
         if "error" in answer:
             raise AgentCrashedError(str(answer["error"])[:1000])
         outcome = answer.get("outcome")

@@ -333,7 +333,8 @@ def agrees(transcript: Transcript) -> bool:
     """Whether the transcript agrees with its messages.
 
     Completions must parse as their messages unless they were cut, and appending the messages turn by turn must
-    give the same ids. A branch that continues from a fully rendered context (`resume`, `history: fork`) is only parsed.
+    give the same ids. A branch that continues from a fully rendered context (`resume`, `history: fork`) is only
+    parsed.
     """
     branch, place, cut = transcript.branch, transcript.places, transcript.cut
     completions = {place[s.message]: s for s in branch if s.origin == "sampled" and s.message is not None}

@@ -31,9 +31,10 @@ from agentrl.serve.listen import running
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import say
 from agentrl.types import Episode, StopReason, Task
+from tests.agents.test_player import _alive
 
 PROGRAM = """
-import asyncio, json, os, sys, time, urllib.request
+import asyncio, json, os, subprocess, sys, time, urllib.request
 import agentrl_worker
 
 count = 0
@@ -67,6 +68,8 @@ def play(task, access):
         print("out of luck", file=sys.stderr, flush=True)
         os._exit(7)
     if said == "sleep":
+        with open(os.environ["LEFT"], "w") as file:
+            file.write(str(subprocess.Popen(["sleep", "600"], start_new_session=True).pid))
         time.sleep(600)
     return {"pid": os.getpid(), "count": count, "task": task["id"], "said": said}
 
@@ -191,11 +194,15 @@ async def test_a_crash_before_any_answer_is_infrastructure(renderer: Renderer, p
     assert following.error is None
 
 
-async def test_an_episode_that_runs_out_of_time_takes_its_process_with_it(renderer: Renderer, program: Path):
-    agent = WorkerAgent(["python", str(program)], 1)
+async def test_an_episode_that_runs_out_of_time_takes_its_processes_with_it(
+    renderer: Renderer, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    agent, left = WorkerAgent(["python", str(program)], 1), tmp_path / "pid"
+    monkeypatch.setenv("LEFT", str(left))
     async with playing(renderer, agent, ["11", "sleep"], timeout_s=5.0) as player:
         await play(player, "a")
         late = await play(player, "b")
+        assert not _alive(int(left.read_text()))
         assert not alive(Answered.outcomes[0]["pid"])
         following = await play(player, "c")
     assert late.stop_reason is StopReason.TIMEOUT
