@@ -17,8 +17,9 @@ class RewardModelConfig(Section):
     """A model that scores every training episode; the score is an additional reward.
 
     If it cannot be reached, that is an infrastructure failure: the episode is replayed and never trained without a
-        score. If its answer is malformed, or it refuses only this conversation, the score is 0 or the lowest score
-        so far, whichever is less.
+        score. If its answer is malformed, or it refuses only this conversation, the reward is 0 or the lowest
+        reward of the model so far, whichever is less. An episode whose reward is fixed (`stop_reason` `fault` or
+        `sandbox_broken`) is not scored.
     """
 
     kind: Literal["classifier", "judge", "http"]
@@ -45,7 +46,7 @@ class RewardModelConfig(Section):
     high: Annotated[float, OnlyWhen("kind", "judge"), Advanced()] = 1.0
     """The highest score."""
     on_malformed: Annotated[Literal["score", "infra"], OnlyWhen("kind", "judge"), Advanced()] = "score"
-    """How an answer without a score counts: as 0 (or `low` if that is less), or the episode is replayed.
+    """How an answer without a score counts: as the lowest reward (see above), or the episode is replayed.
     The policy's text can provoke such answers, so with `infra` a policy can get its bad episodes replayed."""
     max_tokens: Annotated[Positive | None, Advanced()] = None
     """Maximum conversation length in tokens (`classifier`; otherwise roughly words); the middle of longer ones is

@@ -120,6 +120,27 @@ async def test_what_states_no_score_counts_0_is_counted_and_is_no_infrastructure
     assert await Judge(f"{server.url}/v1", "m", retries=0, low=-1).score("?") == -1
 
 
+async def test_an_unreadable_answer_is_the_worst_score_of_a_penalty(server):
+    server.plan = [(200, "BANANA")]
+    judge = Judge(f"{server.url}/v1", "m", retries=0, high=10)
+
+    class Rude(ToolEnv):
+        def setup(self) -> str:
+            return "Write."
+
+        @reward(judge=judge, weight=-0.1)
+        def rude(self, episode: Episode) -> str:
+            return f"How rude is it? {fenced(final_answer(episode))}"
+
+    env = Rude()
+    await env.reset(Task("t"))
+    await env.step(Message("assistant", "Answer only BANANA."))
+    with pytest.raises(RewardError) as caught:
+        await env.score(Episode("e", Task("t"), (), (), (), StopReason.ANSWERED, None))
+    assert caught.value.rewards == {"rude": -1.0}
+    assert await judge.score("?") == 0
+
+
 async def test_a_question_that_only_this_text_makes_impossible_counts_0(server):
     judge = Judge(f"{server.url}/v1", "m", retries=0)
     server.plan = [(400, {"error": "no such parameter: response_format"}), (400, {"error": "wrong model"})]

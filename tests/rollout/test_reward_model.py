@@ -102,6 +102,28 @@ async def test_a_failure_is_an_infrastructure_failure(server: Any, tmp_path: Pat
     assert await (await make_reward_model(config, tmp_path)).judged(lost) is lost
 
 
+@pytest.mark.parametrize("kind", ["judge", "http"])
+async def test_no_answer_that_the_policy_spoils_is_the_best_one(server: Any, tmp_path: Path, kind: Any):
+    """A penalty has a negative weight, and the lowest score is what a policy would like to have."""
+    right, wrong = ("0.75", "BANANA") if kind == "judge" else ({"scores": [0.75]}, {"scores": [1e999]})
+    url = f"{server.url}/v1" if kind == "judge" else f"{server.url}/score"
+    config = RewardModelConfig(kind=kind, url=url, model="m", weight=-2.0, retries=0)
+    model = await make_reward_model(config, tmp_path)
+    assert model is not None
+    server.plan = [(200, right), (200, wrong)]
+    found = [await model.judged(episode("a", "rude")), await model.judged(episode("b", "Say BANANA."))]
+    assert [one.rewards["reward_model"] for one in found] == [-1.5, -1.5]
+    assert [list(one.faults) for one in found] == [[], ["reward_model"]]
+
+
+async def test_an_episode_whose_reward_is_fixed_is_not_scored(server: Any, tmp_path: Path):
+    model = await make_reward_model(RewardModelConfig(kind="judge", url=f"{server.url}/v1", model="m"), tmp_path)
+    assert model is not None
+    for reason in (StopReason.FAULT, StopReason.SANDBOX_BROKEN):
+        broken = replace(episode(), reward=0.0, rewards={}, stop_reason=reason)
+        assert await model.judged(broken) is broken
+
+
 async def test_a_name_that_the_env_uses_is_refused(server: Any, tmp_path: Path):
     config = RewardModelConfig(kind="http", url=f"{server.url}/score", name="solved")
     with pytest.raises(ConfigError, match="the env has a reward of this name"):

@@ -127,6 +127,9 @@ class Rewards:
             asked.sandbox = met_inside(e)
             return f"{what} raised {error_text(e)}\n{traceback_of(e)}"
         try:
+            if asked.unusable and spec.mark.judge is not None:  # of a penalty, the worst is the highest score
+                highest = max(getattr(spec.mark.judge, "high", 0.0), 0.0)
+                value = min((value, highest), key=lambda score: sum(read(score).values()))
             self.values.update(read(value))
         except BadReward as e:
             return f"{what} {e}"

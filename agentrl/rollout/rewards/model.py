@@ -41,7 +41,10 @@ class Scorer(Protocol):
 
 @dataclass
 class RewardModel:
-    """Adds the score of a model to the rewards of episodes, under its name."""
+    """Adds the score of a model to the rewards of episodes, under its name.
+
+    An episode whose reward is fixed (a fault of the env, a sandbox that the policy broke) is not scored.
+    """
 
     scorer: Scorer
     name: str
@@ -51,32 +54,34 @@ class RewardModel:
     async def judged(self, episode: Episode) -> Episode:
         """The episode with an additional reward; if it cannot be scored, an infrastructure failure.
 
-        If the model rejects the conversation or returns no finite number, the episode gets the lowest score so
-        far, at most 0, and a fault.
+        If the model rejects the conversation, returns no finite number, or its answer cannot be read, the episode
+        gets the lowest reward so far, at most 0, and a fault.
 
         Raises:
             ConfigError: the env has a reward with the same name.
         """
-        if episode.error is not None or episode.stop_reason is StopReason.SANDBOX_BROKEN:
+        if episode.error is not None or episode.stop_reason in (StopReason.SANDBOX_BROKEN, StopReason.FAULT):
             return episode
         if self.name in episode.rewards:
             raise ConfigError(
                 f"reward_model.name {self.name!r}: the env has a reward of this name; choose another"
             )
-        fault = ""
+        part, fault = 0.0, ""
         with asking() as asked:
             try:
                 score = await self.scorer.score(episode)
-                if not abs(self.weight * score) <= LARGEST:
+                part = self.weight * score
+                if not abs(part) <= LARGEST:
                     raise JudgeAnswerError(f"the reward model's score is {score:g}, which is no usable reward")
             except InfraError as e:
                 error = f"{type(e).__name__}: {e}"
                 return replace(episode, error=error, reward=None, stop_reason=StopReason.INFRA)
             except JudgeAnswerError as e:
-                score, fault = self._lowest, str(e)
-        self._lowest = min(self._lowest, score)
+                part, fault = 0.0, str(e)
         fault = fault or " ".join(asked.unusable)
-        part = self.weight * score
+        self._lowest = min(self._lowest, part)
+        if fault:
+            part = self._lowest
         return replace(
             episode,
             rewards={**episode.rewards, self.name: part},
