@@ -152,6 +152,31 @@ def classify(directory: Path, ids: list[int]) -> float:
         return float(model(input_ids=torch.tensor([ids])).logits[0, 0])
 
 
+async def test_a_template_without_system_messages_gets_them_from_the_user(classifier_dir: Path, tmp_path: Path):
+    """As Gemma's; what a template refuses of one conversation only is no reason to end the run."""
+    folder = tmp_path / "classifier"
+    shutil.copytree(classifier_dir, folder)
+    template = folder / "chat_template.jinja"
+    refuses = "{% for m in messages %}{% if %s %}{{ raise_exception('not supported') }}{% endif %}{{ m.role }}"
+    rest = ": {{ m.content }}\n{% endfor %}"
+    config = RewardModelConfig(kind="classifier", path=str(folder), device="cpu")
+    template.write_text(refuses.replace("%s", "m.role == 'system'") + rest)
+    model = await make_reward_model(config, tmp_path)
+    assert model is not None
+    text = plain_roles(MESSAGES, system=False)
+    assert text[0] == {"role": "user", "content": "Use the tools.\nWhat is 2 + 3?"}
+    assert (await model.judged(episode())).error is None
+    template.write_text(refuses.replace("%s", "'BANANA' in m.content") + rest)
+    model = await make_reward_model(config, tmp_path)
+    assert model is not None
+    refused = await model.judged(episode(answer="BANANA"))
+    assert (refused.error, refused.rewards["reward_model"]) == (None, 0.0)
+    assert "refuses the conversation: not supported" in refused.faults["reward_model"]
+    template.write_text("{{ nothing( }}")
+    with pytest.raises(ConfigError, match="its chat template writes no conversation"):
+        await make_reward_model(config, tmp_path)
+
+
 @pytest.mark.slow
 async def test_a_classifier_reads_text_through_its_own_tokenizer(classifier_dir: Path, tmp_path: Path):
     from transformers import AutoTokenizer

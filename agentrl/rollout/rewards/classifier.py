@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from agentrl.chat.transcript import rows_of
 from agentrl.config.reward_model import RewardModelConfig
-from agentrl.errors import ConfigError, JudgeError
+from agentrl.errors import ConfigError, JudgeAnswerError, JudgeError
 from agentrl.rollout.rewards.text import conversation_text, plain_roles
-from agentrl.types import Episode
+from agentrl.types import Episode, Message
 
 
 @dataclass
@@ -129,8 +131,26 @@ def _encoder(tokenizer: Any, directory: Path, policy: Path) -> Callable[[Episode
     if tokenizer.chat_template is None:
         return lambda episode: list(tokenizer(conversation_text(episode.messages))["input_ids"])
 
+    system = _takes_system(tokenizer, directory)
+
     def by_template(episode: Episode) -> list[int]:
-        text = tokenizer.apply_chat_template(plain_roles(episode.messages), tokenize=False)
+        try:
+            text = tokenizer.apply_chat_template(plain_roles(episode.messages, system=system), tokenize=False)
+        except TemplateError as e:
+            raise JudgeAnswerError(f"the reward model's chat template refuses the conversation: {e}") from e
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     return by_template
+
+
+def _takes_system(tokenizer: Any, directory: Path) -> bool:
+    """Whether the chat template has system messages. Raises ConfigError if it writes no conversation at all."""
+    messages = [Message(role, "text") for role in ("system", "user", "assistant")]
+    for system in (True, False):
+        try:
+            tokenizer.apply_chat_template(plain_roles(messages, system=system), tokenize=False)
+        except TemplateError as e:
+            problem = e
+        else:
+            return system
+    raise ConfigError(f"reward_model.path {directory}: its chat template writes no conversation: {problem}")

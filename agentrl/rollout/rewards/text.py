@@ -17,11 +17,13 @@ def conversation_text(messages: Sequence[Message]) -> str:
     )
 
 
-def plain_roles(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """A conversation with the roles every chat template supports: tool answers become user messages."""
+def plain_roles(messages: Sequence[Message], *, system: bool = True) -> list[dict[str, str]]:
+    """A conversation with the roles every chat template supports: tool answers become user messages, and so do
+    system messages unless the template has `system`."""
+    users = ("tool",) if system else ("tool", "system")
     out: list[dict[str, str]] = []
     for message in messages:
-        role = "user" if message.role == "tool" else message.role
+        role = "user" if message.role in users else message.role
         body = f"Tool result: {_body(message)}" if message.role == "tool" else _body(message)
         if out and out[-1]["role"] == role:
             out[-1]["content"] += f"\n{body}"
