@@ -5,6 +5,7 @@
     ANY  /episodes/ID/v1/...      the chat, responses and messages dialects, with the episode's key
     GET  /episodes/ID             the recording so far
     POST /episodes/ID/end         {"reward": 1.0, "rewards": {...}} or {"error": "..."}
+                                  -> {"id", "turns", "sampled_tokens"}, and an "error" if it has no reward
 
 An episode that was not ended, or ended with an error, is stored without a reward and never trained.
 """
@@ -193,7 +194,8 @@ class RecordFolder:
             text = f"The episode could not be written ({e.strerror}); it is still here: end it again."
             raise ApiError(503, text, code="not_written", headers={"Retry-After": "5"}) from None
         sampled = sum(len(s.ids) for s in episode.segments if s.origin == "sampled")
-        return JSONResponse({"id": episode.id, "turns": len(episode.turns), "sampled_tokens": sampled})
+        ended = {"id": episode.id, "turns": len(episode.turns), "sampled_tokens": sampled}
+        return JSONResponse(ended | ({"error": episode.error} if episode.error else {}))
 
     async def _keep(self, one: _Open, end: EndRequest) -> Episode:
         """Seal an episode, write it, and forget it.

@@ -150,10 +150,12 @@ class AgentConfig(Section):
                 f"`workers` {self.workers} with `max_running` {self.max_running}: the others would never play: "
                 "each worker plays one episode at a time"
             )
-        given = next((word for word in self.command if "{prompt}" in word or "{id}" in word), None)
+        episode = ("{prompt}", "{id}", "{base_url}")
+        given = next((word for word in self.command if any(each in word for each in episode)), None)
         if self.workers is not None and given is not None:
             raise ValueError(
-                f"`workers`: the command has {given!r}, but a worker reads each task from standard input"
+                f"`workers`: the command has {given!r}, but a worker reads each task and its address from "
+                "standard input"
             )
         return self
 

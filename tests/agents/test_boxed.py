@@ -112,6 +112,25 @@ print(json.dumps({"note": note}))
     assert outcomes == [{"note": "from the env: 11"}]
 
 
+async def test_only_the_words_of_the_command_have_placeholders(renderer: Renderer):
+    outcomes: list[str] = []
+
+    class Braces(Notes):
+        async def setup(self) -> str:
+            return "write {id}, {base_url} and {root}"
+
+        @reward
+        def seen(self) -> bool:
+            outcomes.append(self.outcome)
+            return True
+
+    code = "ask(base=sys.argv[2]); print(sys.argv[1], sys.argv[2] == os.environ['OPENAI_BASE_URL'])"
+    command = [*program(code), "{id}: {prompt}", "{base_url}"]
+    async with boxed(engine_of(renderer, [say("11")]), renderer, command, Braces) as player:
+        found = await player.play(Task("t"), episode_id="e", seed=1)
+    assert (found.error, outcomes) == (None, ["t: write {id}, {base_url} and {root} True\n"])
+
+
 async def test_the_official_client_with_tools_gives_the_tokens_of_the_built_in_loop(renderer: Renderer):
     packages = str(Path(openai.__file__).parents[1])
     command = ["python", str(EXAMPLE / "agent.py"), "{prompt}"]

@@ -74,19 +74,23 @@ async def test_what_is_ended_is_kept_and_what_is_not_has_no_reward(tmp_path: Pat
         failed = await begin(http, task={"id": "t1"})
         await ask(failed)
         await http.post(f"/episodes/{failed['id']}/end", headers=key(failed), json={"error": "the browser died"})
+        silent = await begin(http, task={"id": "t3"})
+        told = await http.post(f"/episodes/{silent['id']}/end", headers=key(silent), json={"reward": 1.0})
+        assert told.json()["error"] == "it has no completions"
         await ask(await begin(http, task={"id": "t2"}))
     records = read_records(tmp_path / "r", 0)
     assert [(r.group, r.episode.reward, r.episode.error) for r in records] == [
         (0, 1.5, None),
         (0, None, "the browser died"),
-        (1, None, "the session was not ended"),
+        (1, None, "it has no completions"),
+        (2, None, "the session was not ended"),
     ]
     assert records[0].episode.rewards == {"solved": 1.5}
     assert records[0].episode.task.row == {"a": 1}
     assert [s.origin for s in records[0].episode.segments][-1] == "sampled"
     (turn,) = records[0].episode.turns
     assert 0 < turn.start_s < records[0].episode.seconds
-    assert records[0].episode.start_s < records[2].episode.start_s
+    assert records[0].episode.start_s < records[3].episode.start_s
 
 
 async def served_once(folder: Path, task: str) -> None:

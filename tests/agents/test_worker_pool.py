@@ -272,7 +272,8 @@ async def test_a_worker_that_does_not_start_is_an_error_before_the_run(command: 
     [
         ({"use": "agent.py:solve", "workers": 2}, "agent.workers has no effect"),
         ({"command": ["x"], "workers": 2, "sandbox": {}}, "each episode gets a new sandbox"),
-        ({"command": ["x", "{prompt}"], "workers": 2}, "reads each task from standard input"),
+        ({"command": ["x", "{prompt}"], "workers": 2}, "reads each task and its address from standard input"),
+        ({"command": ["x", "--url={base_url}"], "workers": 2}, "the command has '--url={base_url}'"),
         ({"command": ["x"], "workers": 4, "max_running": 2}, "the others would never play"),
     ],
 )
