@@ -169,7 +169,12 @@ class Admission:
     def _ticket(self, version: int) -> Ticket:
         if self._pending:
             place = self._pending.popleft()
-            return Ticket(place, self.sampler.task(place.position), version)
+            try:
+                task = self.sampler.task(place.position)
+            except IndexError:  # a resumed run has fewer tasks
+                position, task = self.sampler.replacement(place.position)
+                place = replace(place, position=position)
+            return Ticket(place, task, version)
         step, number = divmod(self._planned, self.groups_per_step)
         ((position, task),) = self.sampler.take(1)
         place = Place(self._planned, self._named(step + 1), number, position)

@@ -166,6 +166,18 @@ def test_whatever_ends_when_the_bound_holds_and_every_task_is_trained_once(
     assert sorted(trained, key=lambda t: int(t[1:])) == [f"t{i}" for i in range(len(trained))], "none is left out"
 
 
+def test_a_run_resumed_with_fewer_tasks_plays_others_in_place_of_those_that_are_gone():
+    admission = make(max_staleness=1)
+    for ticket in admission.admit(0)[:3]:
+        complete(ticket)
+    admission.form()
+    again = Admission(TaskSampler(TASKS[:4]), groups_per_step=3, first_step=2, last_step=6, max_staleness=1)
+    again.restore(admission.state())
+    tickets = again.admit(1)[:3]
+    assert names(tickets) == ["s2/g0", "s2/g1", "s2/g2"]
+    assert [t.task.id for t in tickets] == ["t3", "t2", "t3"], "the fifth and the sixth are gone"
+
+
 @pytest.mark.parametrize("max_staleness", [1, 3])
 def test_a_resumed_run_trains_the_groups_that_were_under_way_under_their_names(max_staleness: int):
     admission = make(max_staleness=max_staleness, last=9)
