@@ -279,7 +279,10 @@ def _demonstrations(
         return ()
     if warmup.demonstrations is not None:
         path = Path(warmup.demonstrations)
-        return [_demonstration(row, f"{path}:{line}") for line, row in read_jsonl(path)]
+        read = [_demonstration(row, f"{path}:{line}") for line, row in read_jsonl(path)]
+        if not read:
+            raise ConfigError(f"warmup.demonstrations {path}: there is no demonstration in it")
+        return read
     generator = None if warmup.use == "oracle" else author_method(env_class, "demonstrations")
     if generator is None and warmup.use == "demonstrations":
         raise ConfigError(
@@ -288,15 +291,17 @@ def _demonstrations(
         )
     if generator is None:
         return oracle_demonstrations(env_class, config, make_env, tasks)
+    where = f"{config.sole_env.use}.demonstrations with warmup.options {dict(warmup.options)}"
     try:
         found: Sequence[Sequence[Message]] = generator(config.seed, warmup.num, **warmup.options)
+        given = [Demonstration(messages) for messages in found]
     except AgentRLError:
         raise
     except Exception as e:
-        raise ConfigError(
-            f"{config.sole_env.use}.demonstrations with warmup.options {dict(warmup.options)}: {said_by(e)}"
-        ) from e
-    return [Demonstration(messages) for messages in found]
+        raise ConfigError(f"{where}: {said_by(e)}") from e
+    if not given:
+        raise ConfigError(f"{where}: it gives no demonstration")
+    return given
 
 
 def _demonstration(row: Mapping[str, Any], where: str) -> Demonstration:
@@ -306,7 +311,10 @@ def _demonstration(row: Mapping[str, Any], where: str) -> Demonstration:
         isinstance(tools, list) and all(isinstance(t, dict) and isinstance(t.get("function"), dict) for t in tools)
     ):
         raise ConfigError(f'{where}: "tools" must be a list of {{"type": "function", "function": {{...}}}}')
-    return Demonstration([message_of(m, where) for m in _messages(row, where)], tools)
+    messages = [message_of(m, where) for m in _messages(row, where)]
+    if not any(message.role == "assistant" for message in messages):
+        raise ConfigError(f"{where}: a demonstration needs a message of the assistant")
+    return Demonstration(messages, tools)
 
 
 def _messages(row: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]:

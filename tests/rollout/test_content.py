@@ -98,6 +98,14 @@ class Yields(Plain):
         yield Task("t")
 
 
+class Mute(Plain):
+    """Demonstrates nothing."""
+
+    @classmethod
+    def demonstrations(cls, seed, num, *, wrong):
+        return [None] * wrong
+
+
 class Unbound(Plain):
     """None."""
 
@@ -208,6 +216,7 @@ class TestDemonstrations:
         [
             ({}, 'a demonstration is an object with a list under "messages"'),
             ({"messages": "hello"}, 'a list under "messages"'),
+            ({"messages": [{"role": "user", "content": "hi"}]}, "needs a message of the assistant"),
             ({"messages": ["hello"]}, "a message must be an object, got 'hello'"),
             (
                 {"messages": [{"role": "robot"}]},
@@ -237,6 +246,15 @@ class TestDemonstrations:
             load("Plain", warmup={"demonstrations": str(file)})
         assert str(caught.value).startswith(f"{file}:2: ")
         assert said in str(caught.value)
+
+    def test_none_at_all_is_no_cold_start(self, load, tmp_path: Path):
+        file = tmp_path / "demos.jsonl"
+        file.write_text("\n")
+        with pytest.raises(ConfigError, match=r"demos\.jsonl: there is no demonstration in it"):
+            load("Plain", warmup={"demonstrations": str(file)})
+        for num, said in ((0, "it gives no demonstration"), (1, "TypeError: 'NoneType' object is not iterable")):
+            with pytest.raises(ConfigError, match=said):
+                load("Mute", warmup={"num": 1, "options": {"wrong": num}})
 
 
 @pytest.mark.parametrize(
