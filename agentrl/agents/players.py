@@ -174,13 +174,14 @@ def make_agent(config: AgentConfig) -> Agent:
     return FunctionAgent(function)
 
 
-def check_agent(config: AgentConfig, places: Places | None = None) -> None:
-    """Raises ConfigError if the program cannot be started, or its sandbox would not hold it."""
+def check_agent(config: AgentConfig, places: Places | None = None, *, timeout_s: float) -> None:
+    """Raises ConfigError if the program cannot be started within episodes of `timeout_s`, or its sandbox would not
+    hold it."""
     with located(places):
         if config.sandbox is None:
             make_agent(config)
         else:
-            _make_spec(config, timeout_s=300.0)
+            _make_spec(config, timeout_s)
 
 
 def _make_spec(config: AgentConfig, timeout_s: float) -> Sandbox:

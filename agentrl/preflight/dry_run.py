@@ -138,7 +138,7 @@ def rehearse(
         check_held_out(config, content)
     corpus_of = everything or content
     if config.agent is not None:
-        check_agent(config.agent, config.places)
+        check_agent(config.agent, config.places, timeout_s=config.rollout.timeout_s)
     held_back = () if play_outside else tuple(content.make_env().outside_tools())
     if held_back:
         content = replace(content, make_env=partial(_holding_back, content.make_env))

@@ -220,7 +220,8 @@ def _check_part(config: RunConfig, name: str, content: Content, store: RunStore,
     if config.agent is None:
         refuse_images(content.make_env())
     else:
-        check_agent(config.agent, config.places)  # refused before any model is loaded
+        # refused before any model is loaded
+        check_agent(config.agent, config.places, timeout_s=config.rollout.timeout_s)
     if (rule := content.make_env().solved_rule()) is None:
         reporter.note(f"{where}solved: {NOT_DECLARED}; held-out tasks are compared by their reward")
     else:
