@@ -57,7 +57,9 @@ def test_a_name_stands_for_its_parameters(key: str, name: str, parameters: type)
 @pytest.mark.parametrize(("key", "name", "parameters"), CHOICES)
 def test_every_kind_survives_a_dump(tmp_path: Path, key: str, name: str, parameters: type):
     critic = "critic: {}\n" if name == "gae" else ""
-    path = write(tmp_path, f"{{{key}: {name}}}\n{critic}")
+    section = f"{{{key}: {name}, kl: {{coef: 1}}}}" if name == "none" else f"{{{key}: {name}}}"
+    teacher = f"teacher: {{path: {tmp_path}}}\n" if name == "none" else ""
+    path = write(tmp_path, f"{section}\n{critic}{teacher}")
     config = load_config(path)
     path.write_text(dump_config(config))
     again = load_config(path)

@@ -47,7 +47,7 @@ SCORER = {"kind": "classifier", "path": "x", "workers": 1}
             {"learner": {"reference_ranks": 1}, "algorithm": {"kl": {"coef": 0.0}}},
             "while algorithm.kl.coef is 0",
         ),
-        ({"learner": {"reference_ranks": 1, "lora": {}}}, "reference_ranks has no effect while lora is given"),
+        ({"learner": {"reference_ranks": 1, "lora": {}}}, "reference_ranks has no effect with learner.lora"),
         ({"critic": {"ranks": 1}}, "unless algorithm.advantage is gae"),
     ],
 )
