@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import signal
 
 RARELY = (20_000, 20, 10)
 """Of the three generations of the garbage collector: new containers before a pass over them, and passes over each
@@ -23,6 +24,10 @@ def collect_rarely() -> None:
 
 
 def _leave() -> None:
-    """Finalize what is unreachable, such as a file that is not flushed yet; the rest is not freed one by one."""
+    """Finalize what is unreachable, such as a file that is not flushed yet; the rest is not freed one by one.
+
+    Ctrl-C ends the process from here on: there is nothing left that could catch a KeyboardInterrupt.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.collect()
     gc.freeze()
