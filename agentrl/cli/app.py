@@ -121,7 +121,8 @@ def _place_error(error: Exception) -> str | None:
     full = error.errno in FULL
     if error.filename is None and not full:
         return None
-    where = "" if error.filename is None else f"{str(error.filename)[:200]}: "
+    place = error.filename2 if full and error.filename2 else error.filename  # where a copy did not fit
+    where = "" if place is None else f"{str(place)[:200]}: "
     return f"{where}{error.strerror}" + ("; free some space and run the same command again" if full else "")
 
 
