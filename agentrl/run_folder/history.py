@@ -35,12 +35,14 @@ class Lineage:
 
 
 def add_history(run: Path, step: int, changes: Mapping[str, object]) -> None:
-    """Add an entry: what was changed after this step, by key or file."""
+    """Add an entry: what was changed after this step, by key or file. A torn last line is ended first."""
+    file = run / HISTORY
+    torn = file.is_file() and not file.read_bytes().endswith(b"\n")
     entry = {"time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), "step": step, "changes": dict(changes)}
-    with (run / HISTORY).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(entry) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write("\n" * torn + json.dumps(entry) + "\n")
+        lines.flush()
+        os.fsync(lines.fileno())
 
 
 def read_history(run: Path) -> Sequence[Mapping[str, object]]:

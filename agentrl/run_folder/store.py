@@ -96,6 +96,7 @@ class RunStore:
         self._discarded = False
         self._adopted = True
         self._metrics: IO[bytes] | None = None
+        self._awaited: set[int] = set()
 
     @classmethod
     def open(
@@ -215,6 +216,11 @@ class RunStore:
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics that were measured later to a step, in a separate line."""
         self.log_metrics(step, {LATE: True, **metrics})
+        self._awaited.discard(step)
+
+    def await_metrics(self, step: int) -> None:
+        """Keep the checkpoint of a step until `add_metrics` is called for it: it may turn out to be the best."""
+        self._awaited.add(step)
 
     def metrics(self) -> Sequence[Mapping[str, float]]:
         """The metrics of each step so far, in order, each with its `step`; null is left as None."""
@@ -274,7 +280,8 @@ class RunStore:
         """Yield a folder to fill; if the block succeeds, it becomes `checkpoints/step-N`.
 
         Afterwards only the newest `keep` checkpoints remain, and with `best` the one whose line in metrics.jsonl
-        has the highest `held_out` (the newest of equals; `held_out_reward` if nothing declares what is solved).
+        has the highest `held_out` (the newest of equals; `held_out_reward` if nothing declares what is solved). One
+        whose evaluation is still running stays until that has ended.
         Nothing is left when the block raises. The block may end
         on another thread, but one checkpoint is written at a time.
         """
@@ -288,6 +295,7 @@ class RunStore:
 
     def tidy_checkpoints(self, keep: int, *, best: bool) -> None:
         """Point `best` at the best checkpoint, and remove all but it and the newest `keep`; see `checkpoint`."""
+        awaited = frozenset(self._awaited)  # before the lines: the score comes first, then it is no longer awaited
         folder, lines = self.path / "checkpoints", self.metrics()
         key = "held_out" if any("held_out" in line for line in lines) else "held_out_reward"
         scores = {line["step"]: line[key] for line in lines if line.get(key) is not None}
@@ -299,7 +307,7 @@ class RunStore:
         elif (folder / "best").is_symlink():  # of a time with `best`
             (folder / "best").unlink()
         for old in there[:-keep]:
-            if old != first:
+            if old != first and not (best and old in awaited):
                 checkpoints.remove(folder, old)
 
     def latest_checkpoint(self) -> Checkpoint | None:

@@ -29,6 +29,7 @@ class EvaluationParts:
     Args:
         base: the folder that engines load.
         weights: what engines receive.
+        began: is called with the step when an evaluation in the background begins.
         late: is called with the metrics of an evaluation that ran in the background.
         stopping: whether the run was asked to stop.
     """
@@ -40,6 +41,7 @@ class EvaluationParts:
     weights: Callable[[], Awaitable[dict[str, Tensor]]]
     reporter: Reporter
     in_step: InStep
+    began: Callable[[int], None]
     late: Callable[[int, Mapping[str, float]], None]
     stopping: Callable[[], bool]
 
@@ -67,7 +69,7 @@ async def make_evaluation(parts: EvaluationParts, make: MakePlayer, stack: Async
     make_envs = {name: part.make_env for name, part in parts.content.by_env.items()}
     make = await stack.enter_async_context(players(own, None, engine, parts.renderer, make_envs))
     held_out = HeldOut(_sets(parts, make), parts.reporter, parts.in_step, shown=False)
-    found = InBackground(held_out, engine, parts.weights, parts.late, parts.stopping)
+    found = InBackground(held_out, engine, parts.weights, parts.began, parts.late, parts.stopping)
     stack.push_async_callback(found.cancel)
     return found
 

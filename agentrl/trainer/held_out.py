@@ -145,6 +145,7 @@ class InBackground:
         held_out: plays on `engine`.
         engine: gets the weights of each evaluated step.
         weights: what engines receive.
+        began: is called with the step when its evaluation begins.
         late: is called with the step and its metrics when they are known.
         stopping: whether the run was asked to stop; an evaluation ends early then, without a result.
     """
@@ -152,6 +153,7 @@ class InBackground:
     held_out: HeldOut
     engine: Engine
     weights: Callable[[], Awaitable[dict[str, Tensor]]]
+    began: Callable[[int], None]
     late: Callable[[int, Mapping[str, float]], None]
     stopping: Callable[[], bool]
     _running: asyncio.Task[None] | None = None
@@ -169,6 +171,7 @@ class InBackground:
         await self.engine.update_weights(await self.weights(), version=step)
         if step == 0:
             return await self.held_out.after(0)
+        self.began(step)
         self._running = asyncio.create_task(self._play(step), name=f"evaluation after step {step}")
         return {}
 

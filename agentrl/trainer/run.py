@@ -291,6 +291,7 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
         lambda: sent_weights(config, learner),
         reporter,
         in_step,
+        store.await_metrics,
         lambda step, metrics: _late(setting, step, metrics),
         stopping,
     )

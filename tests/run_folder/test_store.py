@@ -25,6 +25,7 @@ from agentrl.errors import CheckpointError, ConfigError
 from agentrl.reporting.report import Summary
 from agentrl.run_folder import checkpoints
 from agentrl.run_folder.files import file_error, write_atomic
+from agentrl.run_folder.history import add_history, read_history
 from agentrl.run_folder.records import EpisodeRecord, read_episodes, read_records, recorded_steps
 from agentrl.run_folder.store import RunStore, find_checkpoint
 from agentrl.types import (
@@ -259,6 +260,34 @@ def test_the_best_stays_too_and_has_a_name(tmp_path: Path):
         latest = store.latest_checkpoint()
         assert latest is not None
         assert latest.step == 6
+
+
+def test_a_checkpoint_stays_while_its_evaluation_runs(tmp_path: Path):
+    with RunStore.open(config(), tmp_path / "r") as store:
+        folder = store.path / "checkpoints"
+        for step in range(1, 5):
+            if step == 2:
+                store.await_metrics(2)
+            store.log_metrics(step, {"held_out": 0.5} if step == 1 else {})
+            with store.checkpoint(step, keep=1, best=True) as temp:
+                (temp / "weights").write_text("w")
+        assert checkpoints.steps_saved(folder) == [1, 2, 4]
+        store.add_metrics(2, {"held_out": 0.9})
+        store.tidy_checkpoints(1, best=True)
+        assert checkpoints.steps_saved(folder) == [2, 4]
+        assert find_checkpoint(folder / "best").step == 2
+        store.await_metrics(4)
+        with store.checkpoint(5, keep=1) as temp:
+            (temp / "weights").write_text("w")
+        assert checkpoints.steps_saved(folder) == [5], "the best is not kept"
+
+
+def test_a_torn_line_of_the_history_spoils_no_other(tmp_path: Path):
+    add_history(tmp_path, 1, {"optim.lr": [1, 2]})
+    with (tmp_path / "history.jsonl").open("a") as file:
+        file.write('{"time": "2026-')
+    add_history(tmp_path, 2, {"optim.lr": [2, 3]})
+    assert [entry["step"] for entry in read_history(tmp_path)] == [1, 2]
 
 
 def test_without_best_nothing_points_at_a_checkpoint_that_is_gone(tmp_path: Path):

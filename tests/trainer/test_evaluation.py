@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +20,7 @@ from agentrl.run_folder.run_reader import RunReader
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer.algorithm import Algorithm
 from agentrl.trainer.evaluation import check_background
+from agentrl.trainer.held_out import InBackground
 from agentrl.trainer.run import train_run
 from tests.trainer.test_mixture import TINY, StopAfter, of_env, run
 from tests.trainer.test_samples import group
@@ -96,6 +98,32 @@ def test_an_evaluation_that_was_cut_runs_again_on_resume(tmp_path: Path):
     assert "held_out" not in read_metrics(tmp_path / "r")[2]
     assert run(config, tmp_path / "r").finished
     assert ["held_out" in line for line in read_metrics(tmp_path / "r")] == [True, False, True, False, True]
+
+
+def test_the_best_checkpoint_stays_until_its_evaluation_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Training goes on for two steps, each with a checkpoint, before the score of step 3 is known."""
+    ended, play = asyncio.Event(), InBackground._play
+
+    async def slowly(self: InBackground, step: int) -> None:
+        if step == 3:
+            await ended.wait()
+        await play(self, step)
+
+    class Ends(Silent):
+        def step(self, metrics: Mapping[str, float]) -> None:
+            if metrics.get("step") == 5:
+                ended.set()
+
+    monkeypatch.setattr(InBackground, "_play", slowly)
+    monkeypatch.setattr("agentrl.trainer.held_out._metrics", lambda groups, attempts: {"held_out": scores.pop(0)})
+    scores = [0.1, 0.9, 0.2]
+    config = settings(
+        steps=6, eval={"tasks": 3, "every": 3, "background": True}, checkpoint={"every": 1, "keep": 1}
+    )
+    with RunStore.open(config, tmp_path / "r") as store:
+        train_run(config, store, Ends())
+    assert (tmp_path / "r/checkpoints/best").readlink() == Path("step-3")
+    assert sorted(path.name for path in (tmp_path / "r/checkpoints").iterdir()) == ["best", "step-3", "step-6"]
 
 
 class Killed(Silent):
