@@ -280,10 +280,9 @@ class RunStore:
         """Yield a folder to fill; if the block succeeds, it becomes `checkpoints/step-N`.
 
         Afterwards only the newest `keep` checkpoints remain, and with `best` the one whose line in metrics.jsonl
-        has the highest `held_out` (the newest of equals; `held_out_reward` if nothing declares what is solved). One
-        whose evaluation is still running stays until that has ended.
-        Nothing is left when the block raises. The block may end
-        on another thread, but one checkpoint is written at a time.
+        has the highest `held_out` (the newest of equals; `held_out_reward` if nothing declares what is solved).
+        One whose evaluation is still running stays until that has ended. Nothing is left when the block raises.
+        The block may end on another thread, but one checkpoint is written at a time.
         """
         with checkpoints.writing(self.path / "checkpoints", step) as temp:
             for name in ("config.yaml", CODE_FILE, TASKS_FILE):
