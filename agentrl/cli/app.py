@@ -121,7 +121,8 @@ def _place_error(error: Exception) -> str | None:
     full = error.errno in FULL
     if error.filename is None and not full:
         return None
-    place = error.filename2 if full and error.filename2 else error.filename  # where a copy did not fit
+    target = error.filename2 if full or error.errno == errno.EFBIG else None  # what a copy was to become
+    place = target or error.filename
     where = "" if place is None else f"{str(place)[:200]}: "
     return f"{where}{error.strerror}" + ("; free some space and run the same command again" if full else "")
 

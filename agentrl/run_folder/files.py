@@ -95,13 +95,14 @@ def fsync_dir(path: Path) -> None:
 
 
 def file_error(error: Exception, path: Path | None = None) -> Exception:
-    """The file-system error that safetensors reports as text, as an OSError; any other error itself.
+    """The file-system error that safetensors and tokenizers report as text, as an OSError; any other error itself.
 
     An OSError without a file name, which is what a full disk gives, gets that of `path`.
     """
     if isinstance(error, OSError) and error.filename is None and path is not None:
         error.filename = str(path)
-    match = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__name__ == "SafetensorError" else None
+    of_rust = type(error) is Exception or type(error).__name__ == "SafetensorError"
+    match = re.search(r"\(os error (\d+)\)", str(error)) if of_rust else None
     if match is None:
         return error
     number = int(match[1])

@@ -141,16 +141,25 @@ class RunStore:
         store = cls(path, config, lock, resumed=resumed, set_aside=aside)
         store.changes = [change for change in changes if change.kind == "recorded"]
         store._adopted = not changes
-        (path / "episodes").mkdir(exist_ok=True)
-        (path / "checkpoints").mkdir(exist_ok=True)
+        try:
+            store._tidy()
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def _tidy(self) -> None:
+        """Make the folders that are missing, and clean up after a killed process."""
+        path = self.path
+        _make_folder(path / "episodes")
+        _make_folder(path / "checkpoints")
         for leftover in [*path.glob(".*.tmp"), *path.glob("episodes/.*.tmp"), *path.glob("tokens/.*.tmp")]:
             leftover.unlink()
         checkpoints.sweep(path / "checkpoints")
-        store._repair_metrics()
+        self._repair_metrics()
         if not (path / INPUTS_FILE).is_file():
-            store.write_file(INPUTS_FILE, input_digests(config))
-        store.event("resumed" if resumed else "created")
-        return store
+            self.write_file(INPUTS_FILE, input_digests(self._config))
+        self.event("resumed" if self.resumed else "created")
 
     def __enter__(self) -> Self:
         return self
@@ -210,6 +219,9 @@ class RunStore:
             self._metrics.flush()
             os.fsync(self._metrics.fileno())
         except OSError as e:
+            with contextlib.suppress(OSError):  # it tries the same again
+                self._metrics.close()
+            self._metrics = None
             e.filename = e.filename or str(self.path / "metrics.jsonl")
             raise
 

@@ -67,7 +67,7 @@ async def make_start(
             teacher = None if config.teacher is None else config.teacher.path
             given = None if teacher is None else Path(teacher)  # a policy that learns from it needs its tokenizer
             make_tiny_model(base, corpus(content), config.model.tiny, seed=config.seed, tokenizer_of=given)
-        except SafetensorError as e:
+        except Exception as e:  # tokenizers raises nothing more specific
             raise file_error(e, base) from e
         source = base
     else:

@@ -659,6 +659,7 @@ class TestDoctor:
         (OSError(28, "No space left on device"), "No space left on device; free some space"),
         (OSError(28, "No space left on device", "runs/a"), "runs/a: No space left on device; free some space"),
         (OSError(28, "No space left on device", "model/a", None, "runs/a"), "runs/a: No space left on device"),
+        (OSError(27, "File too large", "model/a", None, "runs/a"), "runs/a: File too large"),
         (OSError(13, "Permission denied", "runs/a"), "runs/a: Permission denied"),
         (SafetensorError("I/O error: No space left on device (os error 28)"), "No space left on device; free"),
     ],

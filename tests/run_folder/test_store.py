@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -478,12 +479,46 @@ def test_a_full_disk_is_an_error_with_a_place(tmp_path: Path, monkeypatch: pytes
     assert list(tmp_path.iterdir()) == []
 
 
-def test_safetensors_says_the_error_of_the_file_system_as_text(tmp_path: Path):
+def test_metrics_that_do_not_fit_are_one_error_and_free_the_folder(tmp_path: Path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill() -> None:
+        with RunStore.open(config(), tmp_path / "r") as store:
+            store.log_metrics(0, {"reward": 1.0})
+            resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))
+            store.log_metrics(1, {"reward": 1.0})
+
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            fill()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.filename == str(tmp_path / "r" / "metrics.jsonl")
+    with RunStore.open(config(), tmp_path / "r") as store:  # nobody holds it
+        assert [line["step"] for line in store.metrics()] == [0]
+
+
+def test_a_folder_that_cannot_be_opened_is_free_again(tmp_path: Path):
+    with RunStore.open(config(), tmp_path / "r"):
+        pass
+    folder = tmp_path / "r/checkpoints"
+    folder.rmdir()
+    folder.touch()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"checkpoints: is a file; a run needs a folder of this name"):
+            RunStore.open(config(), tmp_path / "r")
+    folder.unlink()
+    with RunStore.open(config(), tmp_path / "r") as store:
+        assert store.resumed
+
+
+def test_safetensors_and_tokenizers_say_the_error_of_the_file_system_as_text(tmp_path: Path):
     text = "Error while serializing: I/O error: No space left on device (os error 28)"
-    found = file_error(SafetensorError(text), tmp_path)
-    assert isinstance(found, OSError)
-    assert (found.errno, found.filename) == (errno.ENOSPC, str(tmp_path))
-    for other in (SafetensorError("invalid header"), OSError(errno.ENOSPC, "full", "a")):
+    for said in (SafetensorError(text), Exception("No space left on device (os error 28)")):
+        found = file_error(said, tmp_path)
+        assert isinstance(found, OSError)
+        assert (found.errno, found.filename) == (errno.ENOSPC, str(tmp_path))
+    for other in (SafetensorError("invalid header"), ValueError("(os error 28)"), OSError(errno.ENOSPC, "full", "a")):
         assert file_error(other, tmp_path) is other
     nameless = file_error(OSError(errno.ENOSPC, "full"), tmp_path)
     assert isinstance(nameless, OSError)
