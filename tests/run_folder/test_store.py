@@ -518,7 +518,11 @@ def test_safetensors_and_tokenizers_say_the_error_of_the_file_system_as_text(tmp
         found = file_error(said, tmp_path)
         assert isinstance(found, OSError)
         assert (found.errno, found.filename) == (errno.ENOSPC, str(tmp_path))
-    for other in (SafetensorError("invalid header"), ValueError("(os error 28)"), OSError(errno.ENOSPC, "full", "a")):
+    for other in (
+        SafetensorError("invalid header"),
+        ValueError("(os error 28)"),
+        OSError(errno.ENOSPC, "full", "a"),
+    ):
         assert file_error(other, tmp_path) is other
     nameless = file_error(OSError(errno.ENOSPC, "full"), tmp_path)
     assert isinstance(nameless, OSError)
