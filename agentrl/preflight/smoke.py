@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config import RunConfig, load_config
+from agentrl.config.eval_config import EvalConfig
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,20 +100,26 @@ def _changes(given: RunConfig) -> list[str]:
         "learner.attention": None,
         "learner.offload_activations": None,
         "learner.cpu_offload": None,
-        "eval.every": 1,
-        "eval.tasks": 2,
-        "eval.attempts": min(2, given.eval.attempts),
+        "optim.warmup_steps": 0,
+        "optim.warmup_ratio": None,
         "checkpoint.every": 1,
     }
+    if rollout.groups_ahead is not None:
+        found["rollout.groups_ahead"] = min(
+            rollout.groups_ahead, rollout.max_staleness * found["rollout.groups_per_step"]
+        )
     if given.engine.on_servers:
         found |= {"engine": None, "engine.device": "cpu"}
     elif not given.engine.own:
         found |= {"engine.device": "cpu", "engine.dtype": None, "engine.cuda_graphs": None}
+    episodes = found["rollout.groups_per_step"] * found["rollout.group_size"]
     if given.algorithm.updates_per_step > 1:
-        episodes = found["rollout.groups_per_step"] * found["rollout.group_size"]
         found["algorithm.updates_per_step"] = min(episodes, given.algorithm.updates_per_step)
-    if given.critic is not None:
+    if (critic := given.critic) is not None:
         found |= {"critic.ranks": None, "critic.path": None}  # it begins as a copy of the tiny policy
+        found["critic.warmup_steps"] = min(STEPS - 1, critic.warmup_steps)
+        if critic.updates_per_step is not None:
+            found["critic.updates_per_step"] = min(episodes, critic.updates_per_step)
     if given.teacher is not None:  # the tiny policy has none
         found["teacher"] = None
         if given.algorithm.advantage.name == "none":
@@ -120,7 +127,11 @@ def _changes(given: RunConfig) -> list[str]:
         for name, env in given.envs.items():
             if env.algorithm.advantage is not None and env.algorithm.advantage.name == "none":
                 found[f"envs.{name}.algorithm.advantage"] = None
+    if not given.envs or any(env.eval is None for env in given.envs.values()):
+        found |= _small_eval(given.eval, "eval")
     for name, env in given.envs.items():
+        if env.eval is not None:
+            found |= _small_eval(env.eval, f"envs.{name}.eval")
         for key in SMALL_ROLLOUT.keys() & env.rollout.model_fields_set:
             if (own := getattr(env.rollout, key)) is not None:
                 small = min(SMALL_ROLLOUT[key], own)
@@ -129,6 +140,22 @@ def _changes(given: RunConfig) -> list[str]:
     if given.warmup is not None:
         found |= {"warmup.num": 8, "warmup.max_epochs": 1, "warmup.until_pass": None, "warmup.at_least": 0.0}
     return [f"{key}={'null' if value is None else value}" for key, value in found.items()]
+
+
+def _small_eval(given: EvalConfig, where: str) -> dict[str, Any]:
+    """Evaluate two tasks after every step, and one where a set would not differ otherwise."""
+    attempts = min(2, given.attempts)
+    found: dict[str, Any] = {f"{where}.every": 1, f"{where}.tasks": 2, f"{where}.attempts": attempts}
+    for name, each in given.sets.items():
+        own: dict[str, int | None] = dict.fromkeys(each.changes.keys() & {"every", "tasks"})
+        if each.attempts is not None:
+            small = min(2, each.attempts)
+            own["attempts"] = None if small == attempts else small
+        gone = {key for key, value in own.items() if value is None}
+        if each.data is None and not each.options and not each.changes.keys() - gone:
+            own["tasks"] = 1
+        found |= {f"{where}.sets.{name}.{key}": value for key, value in own.items()}
+    return found
 
 
 def make_smoke_model(target: Path, source: Path, corpus: Iterable[str], *, seed: int = 0) -> None:

@@ -12,7 +12,6 @@ from agentrl.cli.app import app
 from agentrl.preflight.smoke import smoke_config
 from tests.preflight.test_machines import MODELS, RECIPES, ROOT, folder
 
-pytestmark = pytest.mark.slow
 BY_RECIPE = {recipe: model for recipe, model, *_ in RECIPES}
 
 
@@ -20,6 +19,7 @@ def smoke(file: Path, run: Path, *flags: str) -> Result:
     return CliRunner().invoke(app, ["train", str(file), "--smoke", "--run-dir", str(run), *flags])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
 def test_a_recipe_trains_two_steps_with_tiny_weights_of_its_architecture(tmp_path: Path, recipe: str):
     model = BY_RECIPE[recipe]
@@ -36,6 +36,7 @@ def test_a_recipe_trains_two_steps_with_tiny_weights_of_its_architecture(tmp_pat
     assert experts == (4 if "num_experts" in MODELS[model] else 0)
 
 
+@pytest.mark.slow
 def test_without_a_model_folder_its_name_says_the_architecture_and_a_smoke_run_is_replaced(tmp_path: Path):
     run = tmp_path / "smoke"
     for name, made in (("Qwen3-30B-A3B", "Qwen3MoeForCausalLM"), ("Qwen3-8B", "Qwen3ForCausalLM")):
@@ -44,6 +45,7 @@ def test_without_a_model_folder_its_name_says_the_architecture_and_a_smoke_run_i
         assert f"random {made}" in result.stdout
 
 
+@pytest.mark.slow
 def test_what_is_no_smoke_run_stays(tmp_path: Path):
     (tmp_path / "thesis.txt").write_text("all of it")
     result = smoke(ROOT / "configs/qwen3-8b-8gpu.yaml", tmp_path)
@@ -53,11 +55,13 @@ def test_what_is_no_smoke_run_stays(tmp_path: Path):
     assert "--smoke excludes" in str(both.exception)
 
 
+@pytest.mark.slow
 def test_a_mistake_in_the_file_is_an_error_of_the_file(tmp_path: Path):
     result = smoke(ROOT / "configs/qwen3-8b-8gpu.yaml", tmp_path / "smoke", "--set", "engine.server.replica=2")
     assert "engine.server.replica: unknown key" in str(result.exception)
 
 
+@pytest.mark.slow
 def test_what_only_many_episodes_and_a_whole_critic_allow_is_made_small_too(tmp_path: Path):
     """Eight updates of 512 episodes, and a critic that begins with another model's weights, which are not here."""
     critic, run = folder(tmp_path / "critic", "0.6b"), tmp_path / "smoke"
@@ -73,6 +77,7 @@ def test_what_only_many_episodes_and_a_whole_critic_allow_is_made_small_too(tmp_
     assert "critic/value_error" in line
 
 
+@pytest.mark.slow
 def test_every_env_of_several_is_made_small(tmp_path: Path):
     use = "agentrl.envs.calculator:Calculator"
     (tmp_path / "run.yaml").write_text(
@@ -82,3 +87,30 @@ def test_every_env_of_several_is_made_small(tmp_path: Path):
     config = smoke_config(tmp_path / "run.yaml", [], tmp_path / "smoke")
     of_b = config.by_env["b"].rollout
     assert (of_b.group_size, of_b.max_tokens, of_b.max_turns, of_b.token_budget) == (2, 16, 1, 4096)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "optim.warmup_steps=20",
+        "optim.warmup_ratio=0.5 optim.schedule=cosine",
+        "algorithm.advantage=gae critic.warmup_steps=5 critic.updates_per_step=8",
+        "rollout.max_staleness=2 rollout.groups_ahead=50",
+        "eval.every=10 eval.sets.x.every=1",
+        "eval.every=10 eval.sets.x.tasks=2 eval.sets.x.options.max_operations=3",
+        "eval.attempts=4 eval.temperature=1 eval.sets.x.attempts=2",
+        "eval.every=10 eval.background=true",
+    ],
+)
+def test_what_fits_a_long_run_alone_is_made_small(tmp_path: Path, settings: str):
+    file = tmp_path / "run.yaml"
+    file.write_text("env: agentrl.envs.calculator:Calculator\nmodel: {tiny: {}}\n")
+    assert smoke_config(file, settings.split(), tmp_path / "smoke").steps == 2
+
+
+def test_envs_that_have_their_own_evaluation_are_made_small(tmp_path: Path):
+    use, file = "agentrl.envs.calculator:Calculator", tmp_path / "run.yaml"
+    own = "eval: {every: 5, tasks: 4, sets: {x: {every: 10}}}"
+    file.write_text(f"envs:\n  a: {{use: '{use}', {own}}}\n  b: {{use: '{use}', {own}}}\nmodel: {{tiny: {{}}}}\n")
+    config = smoke_config(file, [], tmp_path / "smoke")
+    assert [(view.eval.every, view.eval.tasks) for view in config.by_env.values()] == [(1, 2)] * 2
