@@ -252,6 +252,13 @@ def _check_step(config: RunConfig) -> None:
             f"optim.warmup_steps is {config.optim.warmup_steps}, and the run has {config.steps} steps: the "
             "learning rate would never reach optim.lr; lower it, or raise steps"
         )
+    warmup = config.optim.warmup_of(config.steps)
+    if "schedule" in config.optim.written and config.optim.schedule != "constant" and warmup >= config.steps - 1:
+        key = "warmup_steps" if config.optim.warmup_ratio is None else "warmup_ratio"
+        raise ValueError(
+            f"optim.schedule {config.optim.schedule} has no effect: optim.{key} {getattr(config.optim, key):g} "
+            f"leaves no step of {config.steps} in which the learning rate falls; lower it, or remove the schedule"
+        )
     if critic is not None and critic.warmup_steps >= config.steps:
         raise ValueError(
             f"critic.warmup_steps is {critic.warmup_steps}, and the run has {config.steps} steps: none would "
@@ -311,8 +318,29 @@ def _check_places(config: RunConfig) -> None:
         raise ValueError(
             "eval.top_p, eval.top_k and eval.min_p do not reach the completions of an `agent`: remove them"
         )
+    _check_devices(config)
+    if evaluation.background and not any(
+        each.every for view in config.by_env.values() for each in view.eval.by_set.values()
+    ):
+        raise ValueError(
+            "eval.background has no effect: nothing is evaluated while training continues, as eval.every is 0; "
+            "set it, or remove background"
+        )
     if config.ray is not None and not config.uses_ray:
         raise ValueError(
             "ray has no effect while nothing runs on Ray: remove it, or set learner.ranks, rollout.workers, "
             "learner.reference_ranks, critic.ranks, reward_model.workers or engine.server.launch"
         )
+
+
+def _check_devices(config: RunConfig) -> None:
+    """A GPU by its number means something only to processes that this machine starts themselves."""
+    learner, engine = config.learner, config.engine
+    if config.learner_on_ray and learner.device.startswith("cuda:"):
+        raise ValueError(
+            f"learner.device is {learner.device}, and Ray chooses the GPU of each rank: write cuda, or auto"
+        )
+    given, on_ray = bool(engine.server.urls), engine.server.launch == "ray"
+    if engine.on_servers and engine.device.startswith("cuda:") and (given or on_ray):
+        why = "those in engine.server.urls run already" if given else "Ray chooses their GPUs"
+        raise ValueError(f"engine.device is {engine.device}, which does not reach the servers: {why}; write cuda")

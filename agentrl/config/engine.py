@@ -89,7 +89,8 @@ class EngineConfig(Section):
     options: Annotated[dict[str, Any], NeverWhen("kind", "local", *SERVERS)] = Field(default_factory=dict)
     """Keyword arguments of your own engine."""
     device: Annotated[Device, OnResume("free")] = "auto"
-    """`cpu`, `cuda`, `cuda:N`, or `auto`: CUDA if there is one."""
+    """`cpu`, `cuda`, `cuda:N` (also the first GPU of servers that the run starts as child processes), or `auto`:
+    CUDA if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the sampler's weights. `auto`: bfloat16 on CUDA, float32 on a CPU, where bfloat16 is slower."""
     cuda_graphs: Annotated[

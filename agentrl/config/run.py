@@ -371,7 +371,7 @@ class LearnerConfig(Section):
     """How the update is computed."""
 
     device: Annotated[Device, OnResume("free")] = "auto"
-    """`cpu`, `cuda`, `cuda:N`, or `auto`: CUDA if there is one."""
+    """`cpu`, `cuda`, `cuda:N`, or `auto`: CUDA if there is one; for ranks on Ray not `cuda:N`."""
     tokens_per_micro_batch: Annotated[Positive, OnResume("free")] = 16384
     """Token budget of one forward and backward pass per rank; gradients accumulate over as many passes as
     needed."""

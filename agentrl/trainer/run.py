@@ -258,8 +258,7 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     reporter.within("loading the learner")
     learner = await make_learner(config, policy, start)
     stack.push_async_callback(learner.close)
-    keeps = config.log.tokens != "none"
-    algorithm = algorithm_of(config, reference_apart=learner.reference_apart, record=keeps)
+    algorithm = algorithm_of(config, reference_apart=learner.reference_apart, record=config.log.tokens != "none")
     if checkpoint:
         await resume(learner, algorithm, checkpoint.path)
     await make_room(config, learner)

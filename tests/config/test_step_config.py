@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -113,3 +114,45 @@ def test_heads_of_a_tiny_model_must_fit(sizes: dict[str, int], said: str):
     with pytest.raises(ValueError, match=said):
         RunConfig(env="agentrl.envs.calculator:Calculator", model={"tiny": sizes})
     RunConfig(env="agentrl.envs.calculator:Calculator", model={"tiny": {"hidden": 48, "heads": 3}})
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (
+            {"learner": {"device": "cuda:1", "ranks": 2}},
+            "learner.device is cuda:1, and Ray chooses",
+        ),
+        (
+            {"engine": {"kind": "vllm", "device": "cuda:1", "server": {"launch": "ray"}}},
+            "Ray chooses their GPUs",
+        ),
+        (
+            {"engine": {"kind": "vllm", "device": "cuda:1", "server": {"urls": ["http://127.0.0.1:1"]}}},
+            "those in engine.server.urls run already",
+        ),
+        ({"eval": {"background": True}}, "eval.background has no effect: nothing is evaluated while training"),
+        (
+            {"optim": {"schedule": "linear", "warmup_ratio": 1.0}},
+            "linear has no effect: optim.warmup_ratio 1 ",
+        ),
+        ({"optim": {"schedule": "cosine"}, "steps": 6}, "optim.warmup_steps 5 leaves no step of 6"),
+    ],
+)
+def test_what_another_setting_makes_void_is_an_error(data: dict[str, Any], said: str):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        run(**data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"eval": {"background": True, "every": 1}},
+        {"eval": {"background": True, "sets": {"x": {"every": 2}}}},
+        {"optim": {"schedule": "cosine"}, "steps": 7},
+        {"engine": {"kind": "sglang", "device": "cuda:1"}},
+        {"learner": {"device": "cuda:1"}},
+    ],
+)
+def test_what_has_an_effect_is_no_error(data: dict[str, Any]):
+    run(**data)

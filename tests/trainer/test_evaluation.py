@@ -179,7 +179,7 @@ def test_sets_that_do_not_fit_the_env_are_refused_by_name():
 def test_servers_of_others_have_no_second_engine():
     engine = {"kind": "sglang", "server": {"urls": ["http://127.0.0.1:30000"]}}
     with pytest.raises(ConfigError, match=r"eval.background needs a second engine, and with engine.server.urls"):
-        check_background(settings(engine=engine, eval={"background": True}))
+        check_background(settings(engine=engine, eval={"background": True, "every": 1}))
 
 
 def mixed(**env: Any) -> RunConfig:
