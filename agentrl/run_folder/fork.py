@@ -43,6 +43,9 @@ def parse_source(text: str, said: str = "--from ") -> tuple[Path, int]:
     path, at = _parts(text)
     if not (path / "config.yaml").is_file():
         raise CheckpointError(f"{said}{text}: {path} is not a run folder; give RUN or RUN@STEP")
+    if (path / checkpoints.MANIFEST).is_file():
+        run, step = path.resolve().parents[1], path.resolve().name.removeprefix("step-")
+        raise CheckpointError(f"{said}{text}: {path} is a checkpoint; give its run and step: {run}@{step}")
     steps = checkpoints.steps_saved(path / "checkpoints")
     if at == "best" and (best := path / "checkpoints" / "best").exists():
         at = re.sub(r"\D", "", best.resolve().name)

@@ -407,6 +407,8 @@ def test_forks_that_make_no_sense_are_refused():
         parse_source("runs/letters@7")
     with pytest.raises(CheckpointError, match="is not a run folder"):
         parse_source("nowhere@2")
+    with pytest.raises(CheckpointError, match=r"is a checkpoint; give its run and step: .*runs/letters@2"):
+        parse_source("runs/letters/checkpoints/step-2")
     with pytest.raises(
         ConfigError, match=r"a fork cannot change fixed keys(.|\n)*seed: 0 -> 9(.|\n)*--weights-only"
     ):
