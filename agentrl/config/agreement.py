@@ -252,12 +252,14 @@ def _check_step(config: RunConfig) -> None:
             f"optim.warmup_steps is {config.optim.warmup_steps}, and the run has {config.steps} steps: the "
             "learning rate would never reach optim.lr; lower it, or raise steps"
         )
-    warmup = config.optim.warmup_of(config.steps)
-    if "schedule" in config.optim.written and config.optim.schedule != "constant" and warmup >= config.steps - 1:
-        key = "warmup_steps" if config.optim.warmup_ratio is None else "warmup_ratio"
+    if (
+        "schedule" in config.optim.written
+        and config.optim.schedule != "constant"
+        and config.optim.warmup_ratio == 1
+    ):
         raise ValueError(
-            f"optim.schedule {config.optim.schedule} has no effect: optim.{key} {getattr(config.optim, key):g} "
-            f"leaves no step of {config.steps} in which the learning rate falls; lower it, or remove the schedule"
+            f"optim.schedule {config.optim.schedule} has no effect: optim.warmup_ratio 1 leaves no step in which "
+            "the learning rate falls; lower it, or remove the schedule"
         )
     if critic is not None and critic.warmup_steps >= config.steps:
         raise ValueError(
