@@ -72,12 +72,12 @@ async def check_teacher_server(config: RunConfig, policy: Path) -> None:
         EngineError: it does not answer.
     """
     if config.teacher is not None and config.teacher.url is not None:
-        await asyncio.to_thread(
-            _compare_texts, config.teacher, _tokenizer(policy, f"the policy's folder {policy}")
-        )
+        await asyncio.to_thread(check_texts, config.teacher, policy)
 
 
-def _compare_texts(teacher: TeacherConfig, tokenizer: Tokenizer) -> None:
+def check_texts(teacher: TeacherConfig, policy: Path) -> None:
+    """Compare the texts of some ids on the server with those of the policy; see `check_teacher_server`."""
+    tokenizer = _tokenizer(policy, f"the policy's folder {policy}")
     every = sorted(tokenizer.get_vocab().values())
     ids: Sequence[int] = every[:: max(1, len(every) // NUM_COMPARED)]
     server = TeacherServer(teacher)

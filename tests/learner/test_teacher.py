@@ -134,7 +134,7 @@ def test_estimates_agree_with_the_whole_distributions_in_expectation():
         value = estimate(torch.log_softmax(leaf_V, -1))
         value.backward()
         assert leaf_V.grad is not None
-        return float(value), leaf_V.grad
+        return float(value.detach()), leaf_V.grad
 
     value, gradient = of(lambda own_V: whole_kl(own_V[None], other_V[None], rest=False)[0])
     for kind, mean in (("unbiased", None), ("centered", torch.full((9,), 0.83, dtype=torch.float64))):

@@ -1,4 +1,4 @@
-"""What the grammars of every real inference server must hold: forced calls, JSON answers, and the numbers."""
+"""What every real inference server must hold: forced calls, JSON answers, log-probabilities of given tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentrl.config.run import TinyModel
+from agentrl.config.teacher import TeacherConfig
+from agentrl.learner.teacher_server import TeacherServer
 from agentrl.models.tiny import make_tiny_model
+from agentrl.trainer.teacher_check import check_texts
 from tests.serve.serve_kit import TOOLS
 from tests.serve.test_grammar import SUBTRACT
 
@@ -54,6 +57,20 @@ def logprobs_after(folder: Path, prompt: Sequence[int], ids: Sequence[int]) -> l
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+
+
+def it_scores_as_a_teacher(url: str, model: str, folder: Path) -> None:
+    """The server gives the log-probabilities of given tokens, and its tokenizer is known to be the policy's."""
+    config = TeacherConfig(url=f"{url}/v1", model=model)
+    ids = [7, *(5 * n % 300 for n in range(1, 90))]
+    server = TeacherServer(config)
+    try:
+        values, _ = server.scored(ids)
+    finally:
+        server.close()
+    assert values[0] is None
+    assert values[1:] == pytest.approx(logprobs_after(folder, ids[:1], ids[1:]), abs=2e-3)
+    check_texts(config, folder)
 
 
 async def ask(client: httpx.AsyncClient, **more: Any) -> Any:

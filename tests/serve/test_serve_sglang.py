@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.serve.real_grammars import (
     an_impossible_format_is_refused,
     answers_follow_a_format,
     calls_are_forced,
+    it_scores_as_a_teacher,
     make_policy,
 )
 from tests.serve.serve_kit import serving
@@ -41,5 +43,9 @@ async def test_forced_calls_and_json_answers_are_held_by_the_server(tmp_path: Pa
             await calls_are_forced(client, folder)
             await answers_follow_a_format(client)
             await an_impossible_format_is_refused(client)
+        (replica,) = engine._pool.replicas  # type: ignore[attr-defined]
+        async with httpx.AsyncClient(base_url=replica.server.url) as server:
+            model = (await server.get("/v1/models")).json()["data"][0]["id"]
+        await asyncio.to_thread(it_scores_as_a_teacher, replica.server.url, model, folder)
     finally:
         await engine.close()

@@ -38,6 +38,7 @@ from tests.serve.real_grammars import (
     an_impossible_format_is_refused,
     answers_follow_a_format,
     calls_are_forced,
+    it_scores_as_a_teacher,
     logprobs_after,
     make_policy,
 )
@@ -84,6 +85,10 @@ async def opened(url: str, folder: Path) -> AsyncIterator[tuple[Engine, Renderer
         yield engine, policy.renderer
     finally:
         await engine.close()
+
+
+def test_it_scores_as_a_teacher(url: str, folders: list[Path]):
+    it_scores_as_a_teacher(url, "policy", folders[0])
 
 
 async def test_forced_calls_and_json_answers_are_held_by_the_server(url: str, folders: list[Path]):
