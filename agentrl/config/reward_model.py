@@ -51,9 +51,9 @@ class RewardModelConfig(Section):
     max_tokens: Annotated[Positive | None, Advanced()] = None
     """Maximum conversation length in tokens (`classifier`; otherwise roughly words); the middle of longer ones is
     cut out."""
-    device: Annotated[Device, OnlyWhen("kind", "classifier"), OnResume("free")] = "auto"
+    device: Annotated[Device, OnlyWhen("kind", "classifier"), OnResume("free"), Advanced()] = "auto"
     """`classifier`: `cpu`, `cuda`, `cuda:N` (a dedicated GPU), or `auto`; for `workers` not `cuda:N`."""
-    workers: Annotated[Count, OnlyWhen("kind", "classifier"), OnResume("free")] = 0
+    workers: Annotated[Count, OnlyWhen("kind", "classifier"), OnResume("free"), Advanced()] = 0
     """Ray workers for the model, each with a full copy and a dedicated GPU (or none, on CPUs); 0 scores in the
     training process. A worker that dies is restarted and its requests are retried."""
     batch_size: Annotated[Positive, OnlyWhen("kind", "classifier"), OnResume("free"), Advanced()] = 16

@@ -383,7 +383,7 @@ class LearnerConfig(Section):
     """Sequence parallelism: this many ranks compute each row together, for rows longer than one rank can take. A
     micro-batch then has this many times `tokens_per_micro_batch` tokens. It must divide `ranks`, and
     `reference_ranks` and `critic.ranks` where they are set."""
-    reference_ranks: Annotated[Count, OnResume("free"), NeverWhen("algorithm.kl.coef", 0)] = 0
+    reference_ranks: Annotated[Count, OnResume("free"), NeverWhen("algorithm.kl.coef", 0), Advanced()] = 0
     """Number of dedicated Ray workers for the reference or the teacher, each with one shard; 0 runs it on the
     policy's ranks. With dedicated ranks, the policy also runs on Ray, even with a single rank. Adapters need none:
     without a teacher, the reference is the policy without them."""

@@ -28,7 +28,7 @@ class TeacherConfig(Section):
     score."""
     model: Annotated[str | None, OnlyWith("url")] = None
     """Name of the model at that URL."""
-    key_env: Annotated[str, OnlyWith("url"), OnResume("free")] = ""
+    key_env: Annotated[str, OnlyWith("url"), OnResume("free"), Advanced()] = ""
     """Environment variable with the API key."""
     max_concurrent: Annotated[Positive, OnlyWith("url"), OnResume("free"), Advanced()] = 32
     """Maximum concurrent requests."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from agentrl.config.teacher import TeacherConfig
 from agentrl.errors import ConfigError, EngineError
 from agentrl.learner.pack import in_pack_order
-from agentrl.learner.rank import Annotator, LearnerSpec, Ranks
+from agentrl.learner.rank import Annotator, LearnerSpec
 from agentrl.learner.split import Columns, Rows
 from agentrl.types import Sample
 
@@ -125,7 +125,7 @@ class TeacherServer:
         return self._client
 
 
-class InBackground(Ranks[Annotator]):
+class TeacherRanks:
     """One rank whose calls begin at once in another thread, while ranks in this process compute."""
 
     size = 1
@@ -146,8 +146,8 @@ class InBackground(Ranks[Annotator]):
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def asked_teacher(spec: LearnerSpec) -> InBackground | None:
+def asked_teacher(spec: LearnerSpec) -> TeacherRanks | None:
     """The teacher as ranks of the learner, if it is on a server."""
     if spec.teacher is None or spec.teacher.url is None or spec.algorithm.kl.coef == 0:
         return None
-    return InBackground(TeacherServer(spec.teacher))
+    return TeacherRanks(TeacherServer(spec.teacher))

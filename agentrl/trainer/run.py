@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +63,7 @@ from agentrl.trainer.signals import StoppedEarly, StopRequest, stop_requested, u
 from agentrl.trainer.start import make_learner, make_room, make_start, sent_weights
 from agentrl.trainer.step_log import StepLog
 from agentrl.trainer.summary import summarize
-from agentrl.trainer.teacher_check import check_teacher_folder, check_teacher_server
+from agentrl.trainer.teacher_check import check_teacher, check_teacher_folder
 from agentrl.trainer.training_run import Run
 from agentrl.trainer.verify import WeightCheck, check_rows
 from agentrl.types import Group
@@ -239,21 +239,16 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     config, store, reporter = setting.config, setting.store, setting.reporter
     checkpoint = store.latest_checkpoint()
     done = checkpoint.step if checkpoint else 0
-    recorded = int(max((line["step"] for line in store.metrics()), default=0))
-    if recorded > done:
-        what = f"step {recorded} is" if recorded == done + 1 else f"steps {done + 1} to {recorded} are"
-        reporter.note(f"{what} done again: no checkpoint has them (checkpoint.every is {config.checkpoint.every})")
-    if (missing := done - len({line["step"] for line in store.metrics() if 0 < line["step"] <= done})) > 0:
-        reporter.note(f"metrics.jsonl lacks {missing} of the {done} steps that are done; totals leave them out")
+    for note in _lost(config, store, done):
+        reporter.note(note)
     rewind(config, store, setting.loggers, done)
     policy = checkpoint.path if checkpoint else start
     renderer = load_renderer(config, start)
     for part in content.by_env.values():
         require_template(renderer, await task_tools(part.make_env, part.train_tasks))
     check_renderer(renderer, policy)
-    for note in check_teacher_folder(config, start):
+    for note in await check_teacher(config, start):
         reporter.note(note)
-    await check_teacher_server(config, start)
     reporter.phase("start")
     reporter.within("loading the learner")
     learner = await make_learner(config, policy, start)
@@ -309,6 +304,16 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
         stop=setting.stop,
         check=_weight_check(config, engine, renderer, content, learner),
     )
+
+
+def _lost(config: RunConfig, store: RunStore, done: int) -> Iterator[str]:
+    """Notes on steps that no checkpoint has, and on lines of metrics that are missing."""
+    steps = [int(line["step"]) for line in store.metrics()]
+    if (recorded := max(steps, default=0)) > done:
+        what = f"step {recorded} is" if recorded == done + 1 else f"steps {done + 1} to {recorded} are"
+        yield f"{what} done again: no checkpoint has them (checkpoint.every is {config.checkpoint.every})"
+    if (missing := done - len({step for step in steps if 0 < step <= done})) > 0:
+        yield f"metrics.jsonl lacks {missing} of the {done} steps that are done; totals leave them out"
 
 
 def _step_log(setting: _Setting, content: Content) -> StepLog:

@@ -64,6 +64,13 @@ def check_teacher_folder(config: RunConfig, policy: Path) -> list[str]:
     return [f"{where}: was not trained with {len(new)} of the policy's tokens ({shown})"] if new else []
 
 
+async def check_teacher(config: RunConfig, policy: Path) -> list[str]:
+    """Both checks, of `check_teacher_folder` and `check_teacher_server`; returns notes."""
+    notes = check_teacher_folder(config, policy)
+    await check_teacher_server(config, policy)
+    return notes
+
+
 async def check_teacher_server(config: RunConfig, policy: Path) -> None:
     """See whether the server at `teacher.url` scores the policy's tokens; nothing without such a teacher.
 
