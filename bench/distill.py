@@ -3,8 +3,9 @@
     python bench/distill.py [--seeds 0,1,2,3,4] [--json FILE] [--quick]
 
 A teacher of 100,000 parameters learns the env of the planted faults (`tests/doctor/planted_envs.py`) from
-demonstrations. A student a quarter of its size, with a cold start that is too short, then trains for 40 steps: by
-the teacher alone (`advantage: none`, `kl.kind: full`), by a teacher elsewhere (`centered`), and by GRPO. `--quick`
+demonstrations (it solves half of the tasks, as the demonstrations do: what is measured is how closely students
+follow it). A student a quarter of its size, with a cold start that is too short, then trains for 40 steps: by the
+teacher alone (`advantage: none`, `kl.kind: full`), by a teacher elsewhere (`centered`), and by GRPO. `--quick`
 takes one seed. The last line is JSON: held-out results of the first and of GRPO as shares of the teacher's.
 """
 
