@@ -120,13 +120,7 @@ def _changes(given: RunConfig) -> list[str]:
         found["critic.warmup_steps"] = min(STEPS - 1, critic.warmup_steps)
         if critic.updates_per_step is not None:
             found["critic.updates_per_step"] = min(episodes, critic.updates_per_step)
-    if given.teacher is not None:  # the tiny policy has none
-        found["teacher"] = None
-        if given.algorithm.advantage.name == "none":
-            found["algorithm.advantage"] = None
-        for name, env in given.envs.items():
-            if env.algorithm.advantage is not None and env.algorithm.advantage.name == "none":
-                found[f"envs.{name}.algorithm.advantage"] = None
+    found |= _without_teacher(given)
     if not given.envs or any(env.eval is None for env in given.envs.values()):
         found |= _small_eval(given.eval, "eval")
     for name, env in given.envs.items():
@@ -140,6 +134,25 @@ def _changes(given: RunConfig) -> list[str]:
     if given.warmup is not None:
         found |= {"warmup.num": 8, "warmup.max_epochs": 1, "warmup.until_pass": None, "warmup.at_least": 0.0}
     return [f"{key}={'null' if value is None else value}" for key, value in found.items()]
+
+
+def _without_teacher(given: RunConfig) -> dict[str, Any]:
+    """Leave out the teacher, whose tokenizer the tiny policy does not have, and what depends on it."""
+    if given.teacher is None:
+        return {}
+    found: dict[str, Any] = {"teacher": None}
+    if given.algorithm.kl.kind != "full":
+        found["algorithm.kl.top"] = None
+    advantages = {"algorithm": given.algorithm.advantage}
+    advantages |= {
+        f"envs.{name}.algorithm": env.algorithm.advantage
+        for name, env in given.envs.items()
+        if env.algorithm.advantage is not None
+    }
+    for where, advantage in advantages.items():
+        if advantage.name == "none":
+            found[f"{where}.advantage"] = "reinforce_plus_plus"  # also for groups of one
+    return found
 
 
 def _small_eval(given: EvalConfig, where: str) -> dict[str, Any]:

@@ -108,6 +108,17 @@ def test_what_fits_a_long_run_alone_is_made_small(tmp_path: Path, settings: str)
     assert smoke_config(file, settings.split(), tmp_path / "smoke").steps == 2
 
 
+@pytest.mark.parametrize("settings", ["rollout.group_size=1", "rollout.group_size=8", "algorithm.kl.top=9"])
+def test_a_run_with_a_teacher_is_tried_without_it(tmp_path: Path, settings: str):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "env: agentrl.envs.calculator:Calculator\nmodel: {tiny: {}}\nteacher: {path: elsewhere}\n"
+        "algorithm: {advantage: none, kl: {coef: 1.0}}\n"
+    )
+    config = smoke_config(file, [settings], tmp_path / "smoke")
+    assert (config.teacher, config.steps) == (None, 2)
+
+
 def test_envs_that_have_their_own_evaluation_are_made_small(tmp_path: Path):
     use, file = "agentrl.envs.calculator:Calculator", tmp_path / "run.yaml"
     own = "eval: {every: 5, tasks: 4, sets: {x: {every: 10}}}"
