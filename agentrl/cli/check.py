@@ -68,7 +68,7 @@ def _rehearse(path: Path, overrides: list[str], *, play: bool) -> None:
 
     config = load_config(path, overrides)
     require("train", "agentrl check")
-    make_loggers(config.loggers)
+    make_loggers(config.loggers, own_metrics=config.algorithm.own_metrics)
 
     from agentrl.preflight.dry_run import rehearsals
     from agentrl.view.episode_text import episode_text

@@ -245,6 +245,11 @@ class AlgorithmConfig(Section):
         user-supplied function."""
         return isinstance(self.advantage, Named) and self.advantage.name not in ALONE
 
+    @property
+    def own_metrics(self) -> bool:
+        """Whether a loss of the user's own may add metrics under any name."""
+        return isinstance(self.loss, OwnFunction)
+
     def idle_parameters(self, max_staleness: int) -> list[str]:
         """The user's loss parameters that have no effect because the ratio is always 1."""
         sampler = self.decided(max_staleness).old_logprobs == "sampler"

@@ -25,7 +25,7 @@ def logging(config: RunConfig, store: RunStore, note: Callable[[str], None]) -> 
         note(text)
         store.event(text)
 
-    feed = LogFeed(make_loggers(config.loggers), tell)
+    feed = LogFeed(make_loggers(config.loggers, own_metrics=config.algorithm.own_metrics), tell)
     try:
         yield feed
     finally:

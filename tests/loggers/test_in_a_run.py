@@ -132,6 +132,7 @@ def test_a_series_that_is_no_metric_is_refused() -> None:
     make_loggers([LoggerConfig(use="tensorboard", series=["reward", "env/env", "held_out/hard", "pass@4"])])
     with pytest.raises(ConfigError, match="'groups_with_signl' is not a metric; did you mean 'groups_with_si"):
         make_loggers([LoggerConfig(use="tensorboard", series=["reward", "groups_with_signl"])])
+    make_loggers([LoggerConfig(use="tensorboard", series=["surprise"])], own_metrics=True)
 
 
 def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,13 +19,16 @@ from agentrl.reporting.metric_docs import METRICS, describe
 from agentrl.suggest import did_you_mean
 
 
-def make_loggers(configs: Sequence[LoggerConfig]) -> list[Fed]:
+def make_loggers(configs: Sequence[LoggerConfig], *, own_metrics: bool = False) -> list[Fed]:
     """All loggers, not started.
+
+    Args:
+        own_metrics: whether the run has metrics of its own, as those that the user's loss returns.
 
     Raises:
         ConfigError: a package is missing, or a logger of the user's own cannot be made.
     """
-    check_loggers(configs)
+    check_loggers(configs, own_metrics=own_metrics)
     seen: dict[str, int] = {}
     found: list[Fed] = []
     for config in configs:
@@ -35,15 +38,15 @@ def make_loggers(configs: Sequence[LoggerConfig]) -> list[Fed]:
     return found
 
 
-def check_loggers(configs: Sequence[LoggerConfig]) -> None:
-    """See that the packages are installed, without importing them, and that the chosen series exist.
+def check_loggers(configs: Sequence[LoggerConfig], *, own_metrics: bool = False) -> None:
+    """Check that the packages are installed, without importing them, and that the chosen series exist.
 
     Raises:
-        ConfigError: one is missing, or a name in `series` is none of a metric.
+        ConfigError: a package is missing, or a name in `series` is not a metric.
     """
     for config in configs:
         for name in config.series if isinstance(config.series, list) else ():
-            if describe(name) is None:
+            if not own_metrics and describe(name) is None:
                 near = did_you_mean(name, [doc.name for doc in METRICS])
                 hint = f"; {near}" if near else ""
                 raise ConfigError(f"loggers: series: {name!r} is not a metric{hint} (docs/metrics.md)")
