@@ -8,6 +8,7 @@ unknown model, a parameter that the model refuses) is for the user to fix: a `Co
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -52,9 +53,8 @@ class Endpoint:
 
     @property
     def address(self) -> str:
-        """The base URL for messages and files: without a password in it."""
-        before, at, after = self.base_url.rpartition("@")
-        return f"{before.partition('://')[0]}://(hidden)@{after}" if at else self.base_url
+        """The base URL without credentials, for messages and files."""
+        return re.sub(r"^([^/?#]*://)?[^/?#]*@", r"\1(hidden)@", self.base_url)
 
     def key(self) -> str:
         """The API key. Raises ConfigError if the variable is not set."""

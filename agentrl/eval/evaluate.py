@@ -58,10 +58,10 @@ from agentrl.types import EVERY_TOKEN, Episode, Filters, Task
 SPEC_FILE = "eval.json"
 """File in an evaluation folder with its settings."""
 PARTIAL_FILE = "episodes/partial.jsonl"
-OF_THE_EVALUATION = {
-    *("max_completion_tokens", "max_tokens", "messages", "model", "n", "stream", "temperature", "tools"),
-}
-"""Fields of a request that `--request` cannot set."""
+OWN_FIELDS = frozenset(
+    {"max_completion_tokens", "max_tokens", "messages", "model", "n", "stream", "temperature", "tools"}
+)
+"""Fields of a request that an evaluation sets itself, so `--request` cannot."""
 LOST_IN_A_ROW = 5
 """Stop an evaluation after this many lost tasks if none has been played: nothing answers."""
 
@@ -133,10 +133,10 @@ def make_spec(subject: Subject, config: RunConfig, options: EvalOptions) -> Eval
     if temperature == 0 and filters != EVERY_TOKEN:
         raise ConfigError("--top-p, --top-k and --min-p have no effect on greedy episodes: give a --temperature")
     asked = {} if subject.endpoint is None else subject.endpoint.request
-    if owned := sorted(OF_THE_EVALUATION & asked.keys()):
+    if owned := sorted(OWN_FIELDS & asked.keys()):
         raise ConfigError(
-            f"--request {owned[0]}: the evaluation decides it, and would say something else than was done; see "
-            "--temperature, --model and --set rollout"
+            f"--request {owned[0]}: the evaluation sets this field itself; use --temperature, --model or --set "
+            "rollout.KEY=VALUE"
         )
     if twice := sorted(_given(filters).keys() & asked.keys()):
         raise ConfigError(f"--{twice[0].replace('_', '-')} and --request {twice[0]}: give one of them")

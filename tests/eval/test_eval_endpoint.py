@@ -298,8 +298,25 @@ def test_filters_are_sent_and_belong_to_the_evaluation(tmp_path: Path):
 def test_a_field_that_the_evaluation_decides_is_not_given_as_another(tmp_path: Path):
     for field in ("temperature", "max_tokens", "messages"):
         endpoint = Endpoint("http://127.0.0.1:1", "m", request={"reasoning_effort": "low", field: 1})
-        with pytest.raises(ConfigError, match=f"--request {field}: the evaluation decides it"):
+        with pytest.raises(ConfigError, match=f"--request {field}: the evaluation sets this field itself"):
             evaluate(Subject(endpoint=endpoint), config(), EvalOptions(), folder=tmp_path, reporter=Silent())
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://h/models/a@2", "http://h/models/a@2"),
+        ("https://me:p@ss@h:8/v1?q=a@b", "https://(hidden)@h:8/v1?q=a@b"),
+    ],
+)
+def test_an_address_is_shown_without_credentials_only(url: str, shown: str):
+    assert Endpoint(url, "m").address == shown
+
+
+def test_an_address_without_a_scheme_shows_no_password_either():
+    with pytest.raises(ConfigError, match=r"--base-url \(hidden\)@host: ") as caught:
+        Endpoint("me:hush@host", "m")
+    assert "hush" not in str(caught.value)
 
 
 def test_a_password_in_the_address_is_not_written(tmp_path: Path):
