@@ -284,6 +284,8 @@ class CommandAgent:
 def without_proxy() -> dict[str, str]:
     """Environment variables that keep requests to this machine from a proxy, in addition to what they exclude."""
     hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if hosts.strip() == "*":  # all hosts; in a list, not every client reads it so
+        return {}
     return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, [hosts, "127.0.0.1"])))
 
 

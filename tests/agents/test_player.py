@@ -210,6 +210,8 @@ async def test_a_proxy_of_the_machine_does_not_get_the_requests(
         found = await player.play(TASK, episode_id="e", seed=1)
     assert found.error is None
     assert without_proxy() == {"no_proxy": "intranet,127.0.0.1", "NO_PROXY": "intranet,127.0.0.1"}
+    monkeypatch.setenv("NO_PROXY", "*")
+    assert without_proxy() == {}, "nothing goes through a proxy"
 
 
 @pytest.mark.parametrize("stream", [False, True])
