@@ -87,7 +87,7 @@ def serve(
     from agentrl.serve.endpoint import Settings
 
     if record is not None:
-        _refuse_idle(model_name, max_requests, memory_tokens)
+        _refuse_idle(model_name, accept_any_model, max_requests, memory_tokens)
     key, policy = _key(host, api_key_env), _find(target, overrides)
     names, fingerprint = tuple(model_name) or (policy.name,), f"fp_{policy.digest}"
     settings = Settings(names, accept_any_model, key, fingerprint, cors=tuple(cors))
@@ -100,8 +100,8 @@ def serve(
     asyncio.run(_serve(policy, settings, host, port, max_requests, memory_tokens))
 
 
-def _refuse_idle(model_name: list[str], max_requests: int, memory_tokens: int) -> None:
-    """Refuse options that a recording does not follow: an episode has no such limits, and any model name.
+def _refuse_idle(model_name: list[str], any_model: bool, max_requests: int, memory_tokens: int) -> None:
+    """Refuse options without effect on a recording: episodes accept any model name and have no such limits.
 
     Raises:
         ConfigError: one is given.
@@ -110,6 +110,7 @@ def _refuse_idle(model_name: list[str], max_requests: int, memory_tokens: int) -
 
     for option, given in (
         ("--model-name", bool(model_name)),
+        ("--accept-any-model", any_model),
         ("--max-requests", max_requests != MAX_REQUESTS),
         ("--memory-tokens", memory_tokens != MEMORY_TOKENS),
     ):

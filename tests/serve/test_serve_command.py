@@ -68,6 +68,7 @@ def test_it_says_where_it_is_answers_and_ends_at_a_signal(model: Path, monkeypat
         ),
         (["--set", "engine.max_slotz=2"], "did you mean 'max_slots'?"),
         (["--record", "r", "--max-requests", "2"], "--max-requests has no effect with --record"),
+        (["--record", "r", "--accept-any-model"], "--accept-any-model has no effect with --record"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(
