@@ -164,7 +164,7 @@ def test_a_wandb_server_that_is_down_does_not_hold_up_the_end_of_the_process(tmp
     pytest.importorskip("wandb")
     note, seconds = start(tmp_path, "wandb", {}, "down", mode="online")
     assert note == "logger wandb did not finish within 5 s; the run ends without it"
-    assert seconds < 20
+    assert seconds < 60, "W&B's own hook waits for minutes"
 
 
 def test_mlflow_takes_keys_that_have_the_same_name_there(tmp_path: Path) -> None:
