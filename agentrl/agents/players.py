@@ -175,8 +175,11 @@ def make_agent(config: AgentConfig) -> Agent:
 
 
 def check_agent(config: AgentConfig, places: Places | None = None, *, timeout_s: float) -> None:
-    """Raises ConfigError if the program cannot be started within episodes of `timeout_s`, or its sandbox would not
-    hold it."""
+    """Check that the program can be started, in episodes of at most `timeout_s`.
+
+    Raises:
+        ConfigError: it cannot, or its sandbox would not hold it.
+    """
     with located(places):
         if config.sandbox is None:
             make_agent(config)

@@ -34,6 +34,7 @@ Format = Literal["openai", "hf", "tokens", "jsonl"]
 UNDECLARED = "without a definition of solved"
 NOT_TRAINED = -100
 """The label of a token without a loss, as PyTorch's cross-entropy has it."""
+IMAGES = "--format {}: an episode holds parts (images); export it with --format openai or jsonl"
 
 
 @dataclass
@@ -220,8 +221,6 @@ def _token_schema() -> pa.Schema:
     ids = pa.list_(pa.int32())
     return pa.schema([("input_ids", ids), ("labels", ids)])
 
-
-IMAGES = "--format {}: an episode holds parts (images); export it with --format openai or jsonl"
 
 ROW_GROUP = 1000
 """Rows of parquet that are made at once."""

@@ -27,8 +27,15 @@ LATE_FIELDS = frozenset({"values_N", "old_logprobs_N", "sum_pi_squared_N"})
 """Columns an estimator may need from the learner."""
 LOSS_COLUMNS = frozenset(
     {
-        *("learner_logprobs", "ref_logprobs", "values", "returns", "correction", "selected", "high_entropy"),
-        *("kl_scale", "kl_mean"),
+        "learner_logprobs",
+        "ref_logprobs",
+        "values",
+        "returns",
+        "correction",
+        "selected",
+        "high_entropy",
+        "kl_scale",
+        "kl_mean",
     }
 )
 """Columns read by the losses; others are removed before the step."""
