@@ -137,7 +137,7 @@ def _changes(given: RunConfig) -> list[str]:
 
 
 def _without_teacher(given: RunConfig) -> dict[str, Any]:
-    """Leave out the teacher, whose tokenizer the tiny policy does not have, and what depends on it."""
+    """Leave out the teacher, which may be large or on a server, and what depends on it."""
     if given.teacher is None:
         return {}
     found: dict[str, Any] = {"teacher": None}
