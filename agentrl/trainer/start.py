@@ -68,7 +68,9 @@ async def make_start(
             given = None if teacher is None else Path(teacher)  # a policy that learns from it needs its tokenizer
             make_tiny_model(base, corpus(content), config.model.tiny, seed=config.seed, tokenizer_of=given)
         except Exception as e:  # tokenizers raises nothing more specific
-            raise file_error(e, base) from e
+            if (found := file_error(e, base)) is not e:
+                raise found from e
+            raise
         source = base
     else:
         source = Path(config.model.path or "")
