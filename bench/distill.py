@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from agentrl.config import RunConfig
-from bench.shared.verdict import last_line
+from bench.shared.verdict import finish, last_line
 from tests.doctor.planted import BASE, ENVS, merged, train
 
 GOAL = 0.95
@@ -48,23 +48,21 @@ def main() -> None:
     shares = {
         name: mean(run["held_out"][-1] / teacher for run in found[name]) for name in ("full", "centered", "grpo")
     }
-    line = last_line(
-        {
-            "bench": "distill",
-            "ours": round(shares["full"], 3),
-            "baseline": round(shares["grpo"], 3),
-            "ratio": round(shares["full"] / shares["grpo"], 2) if shares["grpo"] else None,
-            "unit": "held-out result as a share of the teacher's; baseline: GRPO from the same start",
-            "goal": GOAL,
-            "met": shares["full"] >= GOAL,
-            "centered": round(shares["centered"], 3),
-            "kl_first": round(mean(run["kl"][0] for run in found["full"]), 3),
-            "kl_last": round(mean(run["kl"][-1] for run in found["full"]), 3),
-        }
-    )
+    line = {
+        "bench": "distill",
+        "ours": round(shares["full"], 3),
+        "baseline": round(shares["grpo"], 3),
+        "ratio": round(shares["full"] / shares["grpo"], 2) if shares["grpo"] else None,
+        "unit": "held-out result as a share of the teacher's; baseline: GRPO from the same start",
+        "goal": GOAL,
+        "met": shares["full"] >= GOAL,
+        "centered": round(shares["centered"], 3),
+        "kl_first": round(mean(run["kl"][0] for run in found["full"]), 3),
+        "kl_last": round(mean(run["kl"][-1] for run in found["full"]), 3),
+    }
     if args.json:
-        args.json.write_text(json.dumps({"runs": found, "line": line}, indent=1) + "\n")
-    print(json.dumps(line))
+        args.json.write_text(json.dumps({"runs": found, "line": last_line(line)}, indent=1) + "\n")
+    finish(line)
 
 
 def play(folder: Path, seeds: list[int]) -> dict[str, Any]:
