@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 LONGEST_PAUSE_S = 20.0
+ROUNDING = 1e-2
+"""How far above 0 the log-probability of a certain token may come out in a server's precision."""
 
 
 class TeacherServer:
@@ -56,16 +59,20 @@ class TeacherServer:
         Raises:
             ConfigError, EngineError: see `annotate`.
         """
-        answer = self._ask(ids)
-        found = answer.choices[0].logprobs if answer.choices else None
-        values = list(found.token_logprobs or ()) if found is not None else []
-        texts = list(found.tokens or ()) if found is not None else []
-        if len(values) < len(ids) or any(value is None for value in values[1 : len(ids)]):
+        choices = getattr(self._ask(ids), "choices", None)  # the client does not check what it is answered
+        found = getattr(choices[0], "logprobs", None) if choices else None
+        values, texts = (list(getattr(found, key, None) or ()) for key in ("token_logprobs", "tokens"))
+        if not len(ids) <= len(values) <= len(ids) + 1:  # with or without the token that it adds
             raise ConfigError(
                 f"{self.where}: scores {len(values)} of {len(ids)} given tokens; it needs a server whose "
                 "/completions supports `echo` with `logprobs`"
             )
-        return values[: len(ids)], texts[: len(ids)]
+        scores = values[1 : len(ids)]
+        if wrong := [value for value in scores if not _is_logprob(value)]:
+            raise ConfigError(
+                f"{self.where}: {len(wrong)} of {len(scores)} scores are no log-probabilities: {wrong[0]!r:.100}"
+            )
+        return [None, *scores], texts[: len(ids)]
 
     def close(self) -> None:
         """Forget the connections; idempotent."""
@@ -123,6 +130,11 @@ class TeacherServer:
                 base_url=self.config.url, api_key=key, max_retries=0, timeout=self.config.timeout_s
             )
         return self._client
+
+
+def _is_logprob(value: object) -> bool:
+    """Whether it is a finite number that is not above 0, but for rounding."""
+    return isinstance(value, int | float) and math.isfinite(value) and value <= ROUNDING
 
 
 class TeacherRanks:

@@ -226,6 +226,12 @@ def test_a_teacher_on_a_server_gives_the_gradient_of_one_here(policy_dir: Path, 
     assert float((gradient - wanted).norm() / wanted.norm()) < 1e-5
 
 
+def answered(*values: object) -> tuple[int, bytes]:
+    """An answer with these log-probabilities."""
+    logprobs = {"tokens": ["t"] * len(values), "token_logprobs": values}
+    return 200, json.dumps({"choices": [{"index": 0, "text": "", "logprobs": logprobs}]}).encode()
+
+
 @pytest.mark.parametrize(
     ("answer", "error", "text"),
     [
@@ -241,6 +247,14 @@ def test_a_teacher_on_a_server_gives_the_gradient_of_one_here(policy_dir: Path, 
             "scores 0 of 4 given tokens",
         ),
         ((200, b'{"choices": []}'), ConfigError, "scores 0 of 4 given tokens"),
+        ((200, b"[1, 2]"), ConfigError, "scores 0 of 4 given tokens"),
+        ((200, b"null"), ConfigError, "scores 0 of 4 given tokens"),
+        (answered(-1, -1, -1, -1, -1, -1), ConfigError, "scores 6 of 4 given tokens"),
+        (answered(None, -1, None, -1), ConfigError, "1 of 3 scores are no log-probabilities: None"),
+        (answered(None, -1, float("nan"), -1), ConfigError, "1 of 3 scores .*: nan"),
+        (answered(None, -1, float("-inf"), -1), ConfigError, "1 of 3 scores .*: -inf"),
+        (answered(None, 2.5, 0.3, -1), ConfigError, "2 of 3 scores .*: 2.5"),
+        (answered(None, "-1.0", -1, -1), ConfigError, "1 of 3 scores .*: '-1.0'"),
         ((500, b"broken"), EngineError, "no answer for 0 s .*HTTP 500.*resumed"),
     ],
 )
