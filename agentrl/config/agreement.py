@@ -29,6 +29,7 @@ def check_sections(config: RunConfig) -> None:
         _check_distilled(view, name)
         _check_group_size(view, name)
         _check_room(view, name)
+    _check_unrewarded(config)
     _check_step(config)
     _check_places(config)
     _check_loggers(config)
@@ -185,7 +186,7 @@ def _check_teacher(config: RunConfig) -> None:
 
 
 def _check_distilled(config: RunConfig, env: str = "") -> None:
-    """Without an advantage, only the KL penalty toward a teacher trains, and only in the loss."""
+    """Without an advantage, only the KL penalty toward a teacher trains."""
     algorithm, where = config.algorithm, f"envs.{env}: " if env else ""
     if algorithm.advantage.name != "none":
         return
@@ -194,16 +195,28 @@ def _check_distilled(config: RunConfig, env: str = "") -> None:
             f"{where}algorithm.advantage none leaves the rewards out, so nothing would be learned without a "
             "teacher: set `teacher` and algorithm.kl.coef, or choose another advantage"
         )
+
+
+def _check_unrewarded(config: RunConfig) -> None:
+    """Where no env has an advantage, what acts on advantages alone does nothing."""
+    algorithm = config.algorithm
+    if any(view.algorithm.advantage.name != "none" for view in config.by_env.values()):
+        return
+    own = isinstance(algorithm.loss, OwnFunction)
     idle = {
         "kl.where": algorithm.kl.where != "loss",
-        "loss": algorithm.loss != AlgorithmConfig().loss and not isinstance(algorithm.loss, OwnFunction),
+        "loss": algorithm.loss != AlgorithmConfig().loss and not own,
         "drop_zero_signal_groups": algorithm.drop_zero_signal_groups,
         "correction.off_policy": algorithm.correction.off_policy is not None,
+        "correction.importance": algorithm.correction.importance != "none" and not own,
+        "entropy_top": algorithm.entropy_top < 1 and not own,
+        "old_logprobs": algorithm.old_logprobs != "auto" and not own,
+        "ratio_veto": "ratio_veto" in algorithm.written and not own,
     }
     for key, given in idle.items():
         if given:
             raise ValueError(
-                f"{where}algorithm.{key} has no effect with algorithm.advantage: none, which leaves only the KL "
+                f"algorithm.{key} has no effect with algorithm.advantage: none, which leaves only the KL "
                 "penalty in the loss: remove it"
             )
 

@@ -39,9 +39,9 @@ class TeacherConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if (self.path is None) == (self.url is None):
+        if (not self.path) == (not self.url):
             raise ValueError("teacher needs either path (a model directory) or url (a server), not both")
-        if self.url is not None and self.model is None:
+        if self.url is not None and not self.model:
             raise ValueError("teacher.model is missing: name the model that the server at teacher.url scores with")
         if self.url is not None and (problem := address_problem(self.url)):
             raise ValueError(

@@ -198,6 +198,12 @@ def test_a_teacher_that_nobody_serves_is_refused_before_the_run(teacher: Path):
         ({"algorithm": {"advantage": "none", "loss": "gspo"}}, "algorithm.loss has no effect with algorithm"),
         ({"algorithm": {"advantage": "none", "kl": {"where": "reward"}}}, "algorithm.kl.where has no effect with"),
         ({"algorithm": {"advantage": "none", "drop_zero_signal_groups": True}}, "groups has no effect"),
+        ({"algorithm": {"advantage": "none", "entropy_top": 0.2}}, "algorithm.entropy_top has no effect with"),
+        ({"algorithm": {"advantage": "none", "ratio_veto": 10.0}}, "algorithm.ratio_veto has no effect with"),
+        ({"algorithm": {"advantage": "none", "old_logprobs": "learner"}}, "algorithm.old_logprobs has no effect"),
+        ({"algorithm": {"advantage": "none", "correction": {"importance": "token"}}}, "importance has no effect"),
+        ({"teacher": {"path": ""}}, "either path .* or url"),
+        ({"teacher": {"url": "http://127.0.0.1:1/v1", "model": ""}}, "teacher.model is missing"),
         ({"algorithm": {"kl": {"where": "reward", "kind": "full"}}}, "full differs in its gradient"),
         ({"algorithm": {"kl": {"kind": "unbiased", "top": 9}}}, "algorithm.kl.top has no effect"),
         ({"learner": {"reference_ranks": 2}, "algorithm": {"kl": {"kind": "full"}}}, "full compares whole"),
@@ -207,6 +213,16 @@ def test_a_teacher_that_nobody_serves_is_refused_before_the_run(teacher: Path):
 def test_what_has_no_effect_is_refused(changes: dict[str, Any], text: str):
     with pytest.raises(ValueError, match=text):
         settings(**{"teacher": {"path": "T"}, **changes})
+
+
+def test_what_has_no_effect_without_rewards_may_serve_another_env():
+    with_rewards = {"loss": "gspo", "entropy_top": 0.5, "ratio_veto": 100.0, "kl": {"coef": 0.5, "where": "both"}}
+    sole = f"{Path.cwd()}/silence.py:Silence"
+    envs: dict[str, Any] = {"a": {"use": sole, "algorithm": {"advantage": "none"}}, "b": {"use": sole}}
+    config = settings({"path": "T"}, env=None, envs=envs, algorithm={"advantage": "rloo", **with_rewards})
+    assert [view.algorithm.advantage.name for view in config.by_env.values()] == ["none", "rloo"]
+    with pytest.raises(ValueError, match=r"envs\.a: algorithm.advantage none leaves the rewards out"):
+        settings(None, env=None, envs=envs, algorithm={"advantage": "rloo", **with_rewards})
 
 
 def test_a_server_scores_at_temperature_one():
