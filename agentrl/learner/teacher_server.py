@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 from agentrl.config.teacher import TeacherConfig
 from agentrl.errors import ConfigError, EngineError
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 LONGEST_PAUSE_S = 20.0
+POLL_S = 0.2
+"""How often a wait checks whether the run was aborted."""
 ROUNDING = 1e-2
 """How far above 0 the log-probability of a certain token may come out in a server's precision."""
 
@@ -36,22 +42,17 @@ class TeacherServer:
     def __init__(self, config: TeacherConfig) -> None:
         self.config, self.where = config, f"teacher.url {config.url} ({config.model})"
         self._client: OpenAI | None = None
-        self._threads = ThreadPoolExecutor(config.max_concurrent, "agentrl-teacher")
+        self._connecting, self._closed = threading.Lock(), threading.Event()
 
     def annotate(self, batches: Sequence[Rows], names: frozenset[str]) -> list[Columns]:
         """`ref_logprobs` of all rows, at temperature 1.
 
         Raises:
             ConfigError: the server refuses the request, or answers without log-probabilities.
-            EngineError: it could not be reached within `teacher.retry_s`.
+            EngineError: it could not be reached within `teacher.retry_s`, or `close` was called meanwhile.
         """
         rows = [row for batch in batches for row in in_pack_order(batch)]
-        waiting = [self._threads.submit(self._of_row, row) for row in rows]
-        try:
-            return [{"ref_logprobs": each.result()} for each in waiting]
-        finally:
-            for each in waiting:
-                each.cancel()
+        return [{"ref_logprobs": found} for found in self._each(self._of_row, rows)]
 
     def scored(self, ids: Sequence[int]) -> tuple[list[float | None], list[str]]:
         """The log-probability of each token given those before it (None for the first), and its text.
@@ -59,6 +60,50 @@ class TeacherServer:
         Raises:
             ConfigError, EngineError: see `annotate`.
         """
+        return self._each(self._scored, [ids])[0]
+
+    def close(self) -> None:
+        """End what waits for the server, in any thread; idempotent."""
+        self._closed.set()
+        if self._client is not None:
+            self._client.close()
+
+    def _each(self, call: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
+        """What the call gives for each part, in threads that do not outlive an aborted run."""
+        todo: SimpleQueue[tuple[Future[Result], Part]] = SimpleQueue()
+        waiting: list[Future[Result]] = [Future() for _ in parts]
+        for pair in zip(waiting, parts, strict=True):
+            todo.put(pair)
+
+        def work() -> None:
+            while not todo.empty():
+                with suppress(Empty):
+                    each, part = todo.get_nowait()
+                    if each.set_running_or_notify_cancel():
+                        try:
+                            each.set_result(call(part))
+                        except BaseException as e:
+                            each.set_exception(e)
+
+        for _ in range(min(self.config.max_concurrent, len(parts))):
+            threading.Thread(target=work, name="agentrl-teacher", daemon=True).start()
+        try:
+            while True:
+                done, pending = wait(waiting, POLL_S, FIRST_EXCEPTION)
+                if failed := [each for each in done if each.exception() is not None]:
+                    failed[0].result()
+                if not pending:
+                    return [each.result() for each in waiting]
+                self._refuse_closed()
+        finally:
+            for each in waiting:
+                each.cancel()
+
+    def _refuse_closed(self) -> None:
+        if self._closed.is_set():
+            raise EngineError(f"{self.where}: closed before it had answered")
+
+    def _scored(self, ids: Sequence[int]) -> tuple[list[float | None], list[str]]:
         choices = getattr(self._ask(ids), "choices", None)  # the client does not check what it is answered
         found = getattr(choices[0], "logprobs", None) if choices else None
         values, texts = (list(getattr(found, key, None) or ()) for key in ("token_logprobs", "tokens"))
@@ -74,17 +119,11 @@ class TeacherServer:
             )
         return [None, *scores], texts[: len(ids)]
 
-    def close(self) -> None:
-        """Forget the connections; idempotent."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._client is not None:
-            self._client.close()
-
     def _of_row(self, row: Sample) -> tuple[float, ...]:
         end = max((n + 1 for n, on in enumerate(row.loss_mask) if on), default=0)
         if end == 0:
             return ()
-        values, _ = self.scored(row.ids[:end])
+        values, _ = self._scored(row.ids[:end])
         return tuple(float(value or 0.0) for value, on in zip(values, row.loss_mask, strict=False) if on)
 
     def _ask(self, ids: Sequence[int]) -> Any:
@@ -116,20 +155,30 @@ class TeacherServer:
             if not told and pause > 2:
                 warnings.warn(f"{self.where} does not answer ({why}); trying again", stacklevel=2)
                 told = True
-            time.sleep(pause)
+            self._closed.wait(pause)
+            self._refuse_closed()
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _connected(self) -> OpenAI:
-        from openai import OpenAI
+        from openai import DefaultHttpxClient, OpenAI
 
-        if self._client is None:
-            key = os.environ.get(self.config.key_env, "") if self.config.key_env else "none"
-            if not key:
-                raise ConfigError(f"teacher.key_env: the environment variable {self.config.key_env} is not set")
-            self._client = OpenAI(
-                base_url=self.config.url, api_key=key, max_retries=0, timeout=self.config.timeout_s
-            )
-        return self._client
+        with self._connecting:
+            if self._client is None:
+                key = os.environ.get(self.config.key_env, "") if self.config.key_env else "none"
+                if not key:
+                    raise ConfigError(
+                        f"teacher.key_env: the environment variable {self.config.key_env} is not set"
+                    )
+                url = self.config.url or ""
+                near = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")  # which no proxy reaches
+                self._client = OpenAI(
+                    base_url=url,
+                    api_key=key,
+                    max_retries=0,
+                    timeout=self.config.timeout_s,
+                    http_client=DefaultHttpxClient(trust_env=not near),
+                )
+            return self._client
 
 
 def _is_logprob(value: object) -> bool:

@@ -247,7 +247,7 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     for part in content.by_env.values():
         require_template(renderer, await task_tools(part.make_env, part.train_tasks))
     check_renderer(renderer, policy)
-    for note in await check_teacher(config, start):
+    for note in await unless_stopped(setting.stopping, check_teacher(config, start)):
         reporter.note(note)
     reporter.phase("start")
     reporter.within("loading the learner")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.config.run import RunConfig
-from agentrl.config.teacher import TeacherConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.teacher_server import TeacherServer
 from agentrl.models.folder import check_model_folder, refuse_adapter
@@ -79,19 +78,19 @@ async def check_teacher_server(config: RunConfig, policy: Path) -> None:
         EngineError: it does not answer.
     """
     if config.teacher is not None and config.teacher.url is not None:
-        await asyncio.to_thread(check_texts, config.teacher, policy)
+        server = TeacherServer(config.teacher)
+        try:
+            await asyncio.to_thread(check_texts, server, policy)
+        finally:
+            server.close()  # ends the thread, too, if this is cancelled
 
 
-def check_texts(teacher: TeacherConfig, policy: Path) -> None:
+def check_texts(server: TeacherServer, policy: Path) -> None:
     """Compare the texts of some ids on the server with those of the policy; see `check_teacher_server`."""
     tokenizer = _tokenizer(policy, f"the policy's folder {policy}")
     every = sorted(tokenizer.get_vocab().values())
     ids: Sequence[int] = every[:: max(1, len(every) // NUM_COMPARED)]
-    server = TeacherServer(teacher)
-    try:
-        _, texts = server.scored(ids)
-    finally:
-        server.close()
+    _, texts = server.scored(ids)
     own = [tokenizer.decode([id], skip_special_tokens=False) for id in ids]
     both = [(mine, text.replace("Ġ", " ").replace("▁", " ")) for mine, text in zip(own, texts, strict=False)]
     whole = [(mine, text) for mine, text in both if mine.isascii() and text.isascii()]

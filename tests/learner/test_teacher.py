@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -277,4 +279,44 @@ def test_a_server_that_is_gone_and_a_key_that_is_not_set(monkeypatch):
         server = TeacherServer(TeacherConfig(url="http://127.0.0.1:9/v1", model="t", retry_s=0, **more))
         with pytest.raises(error, match=text):
             server.scored([1, 2])
+        server.close()
+
+
+def test_who_waits_for_a_server_can_be_ended():
+    """In another thread, as the second Ctrl-C does: neither the retries nor a request in progress hold it."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for port in (9, silent.getsockname()[1]):
+            url = f"http://127.0.0.1:{port}/v1"
+            server = TeacherServer(TeacherConfig(url=url, model="t", timeout_s=60, retry_s=60))
+            threading.Timer(0.5, server.close).start()
+            began = time.monotonic()
+            with pytest.raises(EngineError, match="closed before it had answered"):
+                server.scored([1, 2])
+            assert time.monotonic() - began < 10
+
+
+def test_one_row_that_is_refused_ends_the_wait_for_the_others(monkeypatch):
+    server = TeacherServer(TeacherConfig(url="http://127.0.0.1:9/v1", model="t"))
+    refused, ended = make_batch(7)[-1], threading.Event()
+
+    def of_row(row: Sample) -> tuple[float, ...]:
+        if row is refused:
+            raise ConfigError("refused")
+        ended.wait(60)
+        return ()
+
+    monkeypatch.setattr(server, "_of_row", of_row)
+    with pytest.raises(ConfigError, match="refused"):
+        server.annotate([[*make_batch(8)[:3], refused]], frozenset({"ref_logprobs"}))
+    ended.set()
+
+
+def test_a_server_on_this_machine_is_not_asked_through_a_proxy(teacher_dir: Path, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with scoring(teacher_dir) as (url, _):
+        server = TeacherServer(TeacherConfig(url=url, model="t", retry_s=0))
+        assert len(server.scored([1, 2, 3])[0]) == 3
         server.close()

@@ -61,16 +61,15 @@ def logprobs_after(folder: Path, prompt: Sequence[int], ids: Sequence[int]) -> l
 
 def it_scores_as_a_teacher(url: str, model: str, folder: Path) -> None:
     """The server gives the log-probabilities of given tokens, and its tokenizer is known to be the policy's."""
-    config = TeacherConfig(url=f"{url}/v1", model=model)
     ids = [7, *(5 * n % 300 for n in range(1, 90))]
-    server = TeacherServer(config)
+    server = TeacherServer(TeacherConfig(url=f"{url}/v1", model=model))
     try:
         values, _ = server.scored(ids)
+        check_texts(server, folder)
     finally:
         server.close()
     assert values[0] is None
     assert values[1:] == pytest.approx(logprobs_after(folder, ids[:1], ids[1:]), abs=2e-3)
-    check_texts(config, folder)
 
 
 async def ask(client: httpx.AsyncClient, **more: Any) -> Any:
