@@ -49,10 +49,14 @@ def check_teacher_folder(config: RunConfig, policy: Path) -> list[str]:
             f"{mine[other[0]]!r} for the policy and {texts.get(other[0])!r} for the teacher): distillation needs "
             "a teacher with the policy's tokenizer"
         )
-    rows, context = _sizes(directory)
-    if rows is not None and max(own.values()) >= rows:
-        raise ConfigError(f"{where}: has {rows} embeddings, and the policy samples ids up to {max(own.values())}")
-    longest = min(longest_episode(config), _sizes(policy)[1] or longest_episode(config))
+    (rows, context), (sampled, reach) = _sizes(directory), _sizes(policy)
+    sampled = max(max(own.values()) + 1, sampled or 0)  # also ids that no token has, as from padded embeddings
+    if rows is not None and sampled > rows:
+        raise ConfigError(
+            f"{where}: has {rows} embeddings, and the policy samples ids up to {sampled - 1}: enlarge those of the "
+            f"teacher (resize_token_embeddings({sampled}) in transformers)"
+        )
+    longest = min(longest_episode(config), reach or longest_episode(config))
     if context is not None and context < longest:
         raise ConfigError(
             f"{where}: its context is {context} tokens, and an episode may have {longest}: set "

@@ -246,6 +246,13 @@ def test_a_teacher_that_reads_other_tokens_is_refused(teacher: Path, tmp_path: P
         (small / "config.json").write_text(json.dumps({**data, key: value}))
         with pytest.raises(ConfigError, match=text):
             check_teacher_folder(settings({"path": str(small)}), teacher)
+    padded = tmp_path / "padded"
+    shutil.copytree(teacher, padded)
+    (padded / "config.json").write_text(json.dumps({**data, "vocab_size": data["vocab_size"] + 10}))
+    last = data["vocab_size"] + 9
+    with pytest.raises(ConfigError, match=rf"the policy samples ids up to {last}: enlarge those of the teacher"):
+        check_teacher_folder(settings({"path": str(teacher)}), padded)
+    assert check_teacher_folder(settings({"path": str(padded)}), teacher) == []
     (small / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"has no tokenizer.json to compare"):
         check_teacher_folder(settings({"path": str(small)}), teacher)
