@@ -53,8 +53,8 @@ def check_teacher_folder(config: RunConfig, policy: Path) -> list[str]:
     sampled = max(max(own.values()) + 1, sampled or 0)  # also ids that no token has, as from padded embeddings
     if rows is not None and sampled > rows:
         raise ConfigError(
-            f"{where}: has {rows} embeddings, and the policy samples ids up to {sampled - 1}: enlarge those of the "
-            f"teacher (resize_token_embeddings({sampled}) in transformers)"
+            f"{where}: has {rows} embeddings, and the policy samples ids up to {sampled - 1}: enlarge those of "
+            f"the teacher (resize_token_embeddings({sampled}) in transformers)"
         )
     longest = min(longest_episode(config), reach or longest_episode(config))
     if context is not None and context < longest:
