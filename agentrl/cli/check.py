@@ -127,6 +127,8 @@ def _group_line(rehearsal: Rehearsal) -> str:
     """Why the advantages above are what they are."""
     scripted, silent = (record.episode.reward or 0.0 for record in rehearsal.episodes)
     size = rehearsal.config.rollout.group_size
+    if rehearsal.config.algorithm.advantage.name == "none":
+        return "Rewards give no advantages (algorithm.advantage: none): the policy learns from its teacher alone."
     if scripted == silent:
         return (
             f"An episode whose policy only says 'done' scores the same ({silent:g}), "

@@ -31,7 +31,7 @@ from agentrl.learner.split import (
     split_rows,
     split_step,
 )
-from agentrl.learner.teacher_server import InBackground
+from agentrl.learner.teacher_server import TeacherRanks
 from agentrl.models.device import release_gpu_memory
 from agentrl.types import Sample
 
@@ -218,7 +218,7 @@ class Learner:
         """End the ranks once the current call is done; idempotent."""
         if not self._closed:
             self._closed = True
-            if isinstance(self._reference, InBackground):
+            if isinstance(self._reference, TeacherRanks):
                 self._reference.close()  # the current call may be waiting for it
             await self._close()
             self._thread.shutdown(wait=False)

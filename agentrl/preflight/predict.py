@@ -114,7 +114,8 @@ def _update(config: RunConfig, models: Models, batch: Arithmetic, machine: Machi
     work = [_Work(models.policy, learner.ranks, epochs * backward + looks, epochs, looks, trained)]
     frozen = models.policy if config.teacher is None else models.reference  # None: on a server
     if algorithm.kl.coef > 0 and frozen is not None:
-        work.append(_Work(frozen, learner.reference_ranks or learner.ranks, 1.0, 0, 1, 0))
+        again = epochs if config.decided_algorithm.kl.loss_kind == "full" and algorithm.kl.in_loss else 1
+        work.append(_Work(frozen, learner.reference_ranks or learner.ranks, float(again), 0, 1, 0))
     if config.critic is not None and models.critic is not None:
         passes = 1.0 + epochs * (3.0 + again)  # its values first
         ranks = config.critic.ranks or learner.ranks

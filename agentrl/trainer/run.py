@@ -324,7 +324,7 @@ def _step_log(setting: _Setting, content: Content) -> StepLog:
         {
             name: RewardWatch(part.make_env())
             for name, part in content.by_env.items()
-            if setting.config.by_env[name].algorithm.advantage.name != "none"
+            if setting.config.teacher is None
         },
         setting.store.redraws(),
         setting.disk_thread,
