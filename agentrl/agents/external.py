@@ -106,7 +106,7 @@ class RecordFolder:
         except OSError as e:
             raise ConfigError(f"--record {folder}: cannot make the folder: {e.strerror}") from None
         if (folder / "config.yaml").exists():
-            raise ConfigError(f"--record {folder}: is the folder of a run; give a folder of its own")
+            raise ConfigError(f"--record {folder}: is the folder of a run; give another folder")
         self._lock = lock_folder(folder, "give another folder")  # others would number their groups alike
         self._partial = folder / PARTIAL_FILE
         self._end_torn_line()

@@ -55,8 +55,8 @@ class Clients:
     def client(self, base_url: str, api_key: str) -> AsyncOpenAI:
         """The official client of one episode; callers must not close it.
 
-        Connections are tied to an event loop, so a function on a thread, with a loop of its own, shares and keeps
-        none.
+        Connections are tied to an event loop. A function that runs in a thread has a separate loop, so its client
+        neither shares connections nor keeps them open.
         """
         if _running_loop() is not self._loop:
             return _new_client(base_url, api_key, keep=0)

@@ -195,6 +195,11 @@ def _check_distilled(config: RunConfig, env: str = "") -> None:
             f"{where}algorithm.advantage none leaves the rewards out, so nothing would be learned without a "
             "teacher: set `teacher` and algorithm.kl.coef, or choose another advantage"
         )
+    if algorithm.drop_zero_signal_groups:
+        raise ValueError(
+            f"{where}algorithm.drop_zero_signal_groups drops every group with algorithm.advantage: none, so "
+            "the teacher would train nothing: remove it"
+        )
 
 
 def _check_unrewarded(config: RunConfig) -> None:
@@ -206,7 +211,6 @@ def _check_unrewarded(config: RunConfig) -> None:
     idle = {
         "kl.where": algorithm.kl.where != "loss",
         "loss": algorithm.loss != AlgorithmConfig().loss and not own,
-        "drop_zero_signal_groups": algorithm.drop_zero_signal_groups,
         "correction.off_policy": algorithm.correction.off_policy is not None,
         "correction.importance": algorithm.correction.importance != "none" and not own,
         "entropy_top": algorithm.entropy_top < 1 and not own,

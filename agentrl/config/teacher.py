@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from agentrl.config.address import address_problem
+from agentrl.config.address import address_problem, without_credentials
 from agentrl.config.facts import Advanced, OnlyWith, OnResume, PathTo
 from agentrl.config.section import Count, Positive, Section
 
@@ -45,6 +45,11 @@ class TeacherConfig(Section):
             raise ValueError("teacher.model is missing: name the model that the server at teacher.url scores with")
         if self.url is not None and (problem := address_problem(self.url)):
             raise ValueError(
-                f"teacher.url {self.url!r}: {problem}; give an address such as http://127.0.0.1:8000/v1"
+                f"teacher.url {self.address!r}: {problem}; give an address such as http://127.0.0.1:8000/v1"
             )
         return self
+
+    @property
+    def address(self) -> str:
+        """`url` without credentials, for messages and files."""
+        return without_credentials(self.url or "")

@@ -8,14 +8,13 @@ unknown model, a parameter that the model refuses) is for the user to fix: a `Co
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.chat.messages import MessageFormatError, read_message, write_message
-from agentrl.config.address import address_problem
+from agentrl.config.address import address_problem, without_credentials
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Message
 
@@ -54,7 +53,7 @@ class Endpoint:
     @property
     def address(self) -> str:
         """The base URL without credentials, for messages and files."""
-        return re.sub(r"^([^/?#]*://)?[^/?#]*@", r"\1(hidden)@", self.base_url)
+        return without_credentials(self.base_url)
 
     def key(self) -> str:
         """The API key. Raises ConfigError if the variable is not set."""

@@ -68,7 +68,7 @@ class Loss(NamedTuple):
 
 
 class Frozen(NamedTuple):
-    """What the reference or teacher says of the trained tokens.
+    """Log-probabilities of the trained tokens under the reference or teacher.
 
     Attributes:
         likeliest_Nk: log-probabilities of its likeliest tokens, for a KL of whole distributions.
@@ -99,7 +99,7 @@ def policy_loss(
             the mean of its step (see `agentrl.trainer.algorithm`).
         stats: of the policy that is trained, with gradients.
         totals: counts of the whole update.
-        frozen: what the reference or teacher says of the tokens, if the loss has a KL penalty.
+        frozen: log-probabilities under the reference or teacher, if the loss has a KL penalty.
         kl_coef: the current weight of the penalty.
         first_update: whether the policy is still the one that the step began with.
         record: return the values of the tokens.

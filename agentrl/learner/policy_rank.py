@@ -212,8 +212,8 @@ class LocalPolicyRank:
         )
 
     def _frozen(self, packed: Packed) -> tuple[Frozen | None, Tensor | None]:
-        """What the reference or teacher says of the tokens, where the loss has a KL penalty; and the [N, k] ids
-        whose probabilities are compared, where distributions are."""
+        """Log-probabilities under the reference or teacher if the loss has a KL penalty, and the [N, k] ids to
+        compare if it is over whole distributions; None otherwise."""
         kl = self.algorithm.kl
         if not kl.in_loss:
             return None, None

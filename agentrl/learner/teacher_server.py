@@ -40,7 +40,7 @@ class TeacherServer:
     """
 
     def __init__(self, config: TeacherConfig) -> None:
-        self.config, self.where = config, f"teacher.url {config.url} ({config.model})"
+        self.config, self.where = config, f"teacher.url {config.address} ({config.model})"
         self._client: OpenAI | None = None
         self._connecting, self._closed = threading.Lock(), threading.Event()
 

@@ -100,7 +100,7 @@ def make_tiny_model(
 
 
 def _copy_tokenizer(source: Path, directory: Path) -> dict[str, int]:
-    """Copy the files of a tokenizer; returns the ids that the config.json beside them names.
+    """Copy the files of a tokenizer; returns the end-of-text and padding ids from the config.json next to them.
 
     Raises:
         ConfigError: there is no tokenizer.

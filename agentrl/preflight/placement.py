@@ -59,7 +59,7 @@ def _models(config: RunConfig, device: str) -> list[str]:
         teacher = config.teacher
         how = f"{'a frozen copy' if teacher is None else teacher.path} on the policy's ranks, sharded the same way"
         if teacher is not None and teacher.url is not None:
-            how = f"{teacher.model} at {teacher.url}"
+            how = f"{teacher.model} at {teacher.address}"
         elif teacher is None and learner.lora:
             how = "the policy without its adapters"
         elif learner.reference_ranks:

@@ -147,8 +147,8 @@ async def require_endpoints(
     """Raises InfraError if nothing accepts connections at a URL that an env or one of the models needs."""
     if teacher is not None and teacher.url and (why := await unreachable(teacher.url)):
         raise InfraError(
-            f"teacher.url {teacher.url}: nothing accepts connections there ({why}); start the server, or correct "
-            "the address"
+            f"teacher.url {teacher.address}: nothing accepts connections there ({why}); start the server, or "
+            "correct the address"
         )
     if reward_model is not None and reward_model.url and (why := await unreachable(reward_model.url)):
         raise JudgeError(

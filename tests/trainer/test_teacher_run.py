@@ -17,9 +17,11 @@ from safetensors.torch import load_file
 from agentrl.chat.template import Renderer
 from agentrl.config import RunConfig
 from agentrl.config.run import TinyModel
+from agentrl.config.teacher import TeacherConfig
 from agentrl.doctor.examine import findings
 from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.learner.teacher_server import TeacherServer
 from agentrl.models.tiny import make_tiny_model
 from agentrl.preflight.plan import make_plan
 from agentrl.reporting.report import Silent
@@ -197,7 +199,7 @@ def test_a_teacher_that_nobody_serves_is_refused_before_the_run(teacher: Path):
         ({"learner": ADAPTERS_APART, "teacher": None, "algorithm": {}}, "reference_ranks has no effect with"),
         ({"algorithm": {"advantage": "none", "loss": "gspo"}}, "algorithm.loss has no effect with algorithm"),
         ({"algorithm": {"advantage": "none", "kl": {"where": "reward"}}}, "algorithm.kl.where has no effect with"),
-        ({"algorithm": {"advantage": "none", "drop_zero_signal_groups": True}}, "groups has no effect"),
+        ({"algorithm": {"advantage": "none", "drop_zero_signal_groups": True}}, "drops every group"),
         ({"algorithm": {"advantage": "none", "entropy_top": 0.2}}, "algorithm.entropy_top has no effect with"),
         ({"algorithm": {"advantage": "none", "ratio_veto": 10.0}}, "algorithm.ratio_veto has no effect with"),
         ({"algorithm": {"advantage": "none", "old_logprobs": "learner"}}, "algorithm.old_logprobs has no effect"),
@@ -223,6 +225,25 @@ def test_what_has_no_effect_without_rewards_may_serve_another_env():
     assert [view.algorithm.advantage.name for view in config.by_env.values()] == ["none", "rloo"]
     with pytest.raises(ValueError, match=r"envs\.a: algorithm.advantage none leaves the rewards out"):
         settings(None, env=None, envs=envs, algorithm={"advantage": "rloo", **with_rewards})
+
+
+def test_an_env_that_a_teacher_trains_keeps_its_groups():
+    envs = {name: {"use": "agentrl.envs.calculator:Calculator"} for name in ("graded", "taught")}
+    envs["taught"]["algorithm"] = {"advantage": "none"}
+    algorithm = {"kl": {"coef": 1.0}, "drop_zero_signal_groups": True}
+    given = {"name": "m", "envs": envs, "model": {"tiny": TINY}, "teacher": {"path": "T"}, "algorithm": algorithm}
+    with pytest.raises(ValueError, match=r"envs\.taught: algorithm\.drop_zero_signal_groups drops every group"):
+        RunConfig.model_validate(given)
+
+
+def test_credentials_in_the_address_of_a_teacher_are_not_shown():
+    teacher = TeacherConfig(url="http://me:secret@127.0.0.1:9/v1", model="t", retry_s=0)
+    assert "secret" not in TeacherServer(teacher).where
+    plan = make_plan(settings({"url": teacher.url, "model": "t"}))
+    assert not [line for line in plan.placement if "secret" in line]
+    with pytest.raises(ValueError, match=r"\(hidden\)@") as refused:
+        TeacherConfig.model_validate_json('{"url": "me:secret@host", "model": "t"}')
+    assert "secret@host'" not in str(refused.value).split("[type=")[0]
 
 
 def test_a_server_scores_at_temperature_one():

@@ -23,7 +23,7 @@ def make_loggers(configs: Sequence[LoggerConfig], *, own_metrics: bool = False) 
     """All loggers, not started.
 
     Args:
-        own_metrics: whether the run has metrics of its own, as those that the user's loss returns.
+        own_metrics: whether user code, such as a custom loss, adds metrics that agentrl does not know.
 
     Raises:
         ConfigError: a package is missing, or a logger of the user's own cannot be made.
