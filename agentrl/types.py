@@ -251,6 +251,8 @@ class Episode:
     """The number of the env worker that played it; None without `rollout.workers`."""
     start_s: float = 0.0
     """When it began, in seconds since 1970."""
+    hint: str | None = None
+    """What the env's `teacher_hint` returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,12 +270,21 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class HintedOpening:
+    """The opening of a row as its teacher reads it, with a hint: `ids` instead of the first `length` tokens."""
+
+    length: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One token row ready for the loss; all per-token tuples have the length of `ids`.
 
     `loss_mask` is True on sampled tokens. `logprobs`, `advantages` and `versions` are meaningful there only.
     `columns` holds more about them by name (what the learner said before the step, for instance): one number for
-    each token under the mask, in order. `routes`, where known, are those of all tokens.
+    each token under the mask, in order. `routes`, where known, are those of all tokens. `hinted` is set if the
+    teacher reads another opening than the policy.
     """
 
     ids: tuple[int, ...]
@@ -285,3 +296,4 @@ class Sample:
     group: int = 0
     columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     routes: Routes | None = None
+    hinted: HintedOpening | None = None

@@ -9,7 +9,8 @@ from agentrl.config.algorithm import ALONE, AlgorithmConfig, CriticConfig, KLCon
 from agentrl.config.choice import OwnFunction
 
 if TYPE_CHECKING:
-    from agentrl.config.run import EnvOfMixture, RunConfig
+    from agentrl.config.run import EnvOfMixture, LearnerConfig, RunConfig
+    from agentrl.config.teacher import TeacherConfig
 
 
 def check_sections(config: RunConfig) -> None:
@@ -21,6 +22,7 @@ def check_sections(config: RunConfig) -> None:
     _check_envs(config)
     _check_models(config)
     _check_teacher(config)
+    _check_hints(config)
     for name, view in config.by_env.items():
         try:
             view.algorithm.refuse_dead_keys()  # its advantage may be another than the run's
@@ -160,11 +162,15 @@ def _check_teacher(config: RunConfig) -> None:
         raise ValueError(
             "model.tiny.vocab has no effect with teacher.path, whose tokenizer the tiny model takes: remove it"
         )
-    if learner.reference_ranks and teacher is None and learner.lora is not None:
+    initial = teacher is None or teacher.policy == "initial"
+    named = "reference" if teacher is None else "teacher"
+    if learner.reference_ranks and initial and learner.lora is not None:
         raise ValueError(
-            "learner.reference_ranks has no effect with learner.lora: the reference is the policy without its "
+            f"learner.reference_ranks has no effect with learner.lora: the {named} is the policy without its "
             "adapters; remove it"
         )
+    if teacher is not None and teacher.policy in ("current", "average"):
+        _check_following(teacher, learner)
     if learner.reference_ranks and teacher is not None and teacher.url is not None:
         raise ValueError(
             "learner.reference_ranks has no effect with teacher.url: the teacher is on that server; remove it"
@@ -182,6 +188,38 @@ def _check_teacher(config: RunConfig) -> None:
         raise ValueError(
             f"teacher.url scores at temperature 1, and rollout.temperature is {config.rollout.temperature:g}: set "
             "it to 1, or load the teacher with teacher.path"
+        )
+
+
+def _check_following(teacher: TeacherConfig, learner: LearnerConfig) -> None:
+    """A teacher that changes with the policy is on the policy's ranks."""
+    if learner.reference_ranks:
+        raise ValueError(
+            f"learner.reference_ranks has no effect with teacher.policy {teacher.policy}, which the policy's own "
+            "ranks evaluate: remove it"
+        )
+    if teacher.policy == "average" and learner.lora is not None:
+        raise ValueError(
+            "teacher.policy average needs a policy that is trained whole, and learner.lora trains adapters: use "
+            "initial or current"
+        )
+
+
+def _check_hints(config: RunConfig) -> None:
+    """What a hint needs."""
+    teacher = config.teacher
+    if teacher is None or teacher.hint == "none":
+        return
+    if config.algorithm.kl.in_reward:
+        raise ValueError(
+            f"algorithm.kl.where {config.algorithm.kl.where} lowers the rewards of all episodes, and only those "
+            "with a hint have a teacher (teacher.hint): use algorithm.kl.where loss"
+        )
+    alone = [name for name, view in config.by_env.items() if view.rollout.group_size == 1]
+    if teacher.shows_solved and len(alone) == len(config.by_env):
+        raise ValueError(
+            f"teacher.hint {teacher.hint} shows another attempt at the same task, and rollout.group_size is 1: "
+            "raise it"
         )
 
 

@@ -604,7 +604,7 @@ class RunConfig(Section):
         algorithm = self.algorithm.decided(self.rollout.max_staleness)
         if self.teacher is None or algorithm.kl.kind != "auto" or not algorithm.kl.in_loss:
             return algorithm
-        here = self.teacher.path is not None and not self.learner.reference_ranks
+        here = self.teacher.url is None and not self.learner.reference_ranks
         kl = algorithm.kl.model_copy(update={"kind": "full" if here else "centered"})
         return algorithm.model_copy(update={"kl": kl})
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from agentrl.config.address import address_problem, without_credentials
-from agentrl.config.facts import Advanced, OnlyWith, OnResume, PathTo
+from agentrl.config.facts import Advanced, OnlyWhen, OnlyWith, OnResume, PathTo
 from agentrl.config.section import Count, Positive, Section
 
 
@@ -16,7 +16,8 @@ class TeacherConfig(Section):
     continue as this model would, after each token of the episodes that it samples itself.
 
     `algorithm.kl.coef` weighs the penalty against the rewards; `algorithm.advantage: none` leaves the rewards out.
-    The teacher needs the tokenizer of the policy.
+    The teacher needs the tokenizer of the policy. With a `hint`, it knows more than the policy, and may be the
+    policy itself (self-distillation).
     """
 
     path: Annotated[str | None, PathTo("folder", hub=True), OnResume("fixed")] = None
@@ -26,6 +27,15 @@ class TeacherConfig(Section):
     """Base URL of an OpenAI-compatible server that scores given tokens (`/completions` with `echo` and
     `logprobs`): vLLM, SGLang or `agentrl serve`. Needs `rollout.temperature: 1`, the temperature at which servers
     score."""
+    policy: Annotated[Literal["initial", "current", "average"] | None, OnResume("fixed"), Advanced()] = None
+    """The policy itself, which the `hint` makes a teacher: as it was when RL training began, as it is in each
+    update, or the moving average of its weights."""
+    rate: Annotated[float, Field(gt=0, le=1), OnlyWhen("policy", "average"), OnResume("fixed"), Advanced()] = 0.05
+    """How far the average moves toward the policy in each step, as a share of the distance."""
+    hint: Annotated[Literal["none", "env", "solved", "both"], OnResume("fixed"), Advanced()] = "none"
+    """What the teacher reads at the end of the opening, and the policy does not: what the env's method
+    `teacher_hint` returns after the episode, another attempt that solved the task, or both. An episode without a
+    hint learns nothing from the teacher."""
     model: Annotated[str | None, OnlyWith("url")] = None
     """Name of the model at that URL."""
     key_env: Annotated[str, OnlyWith("url"), OnResume("free"), Advanced()] = ""
@@ -39,8 +49,17 @@ class TeacherConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if (not self.path) == (not self.url):
-            raise ValueError("teacher needs either path (a model directory) or url (a server), not both")
+        given = [key for key in ("path", "url", "policy") if getattr(self, key)]
+        if len(given) != 1:
+            raise ValueError(
+                "teacher needs one of path (a model directory), url (a server) or policy (the policy itself), "
+                "got " + (" and ".join(given) or "none of them")
+            )
+        if self.policy is not None and self.hint == "none":
+            raise ValueError(
+                f"teacher.policy {self.policy} knows nothing that the policy does not: set teacher.hint (env, "
+                "solved or both), or name another model under teacher.path or teacher.url"
+            )
         if self.url is not None and not self.model:
             raise ValueError("teacher.model is missing: name the model that the server at teacher.url scores with")
         if self.url is not None and (problem := address_problem(self.url)):
@@ -48,6 +67,16 @@ class TeacherConfig(Section):
                 f"teacher.url {self.address!r}: {problem}; give an address such as http://127.0.0.1:8000/v1"
             )
         return self
+
+    @property
+    def asks_env(self) -> bool:
+        """Whether the env gives hints."""
+        return self.hint in ("env", "both")
+
+    @property
+    def shows_solved(self) -> bool:
+        """Whether other attempts at the task are hints."""
+        return self.hint in ("solved", "both")
 
     @property
     def address(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,6 +77,12 @@ class PolicyAccess:
     reads_images: bool = True
 
 
+def hint_arguments(env: Env, episode: Episode) -> dict[str, Any]:
+    """The arguments of an env's `teacher_hint`: the episode, unless it takes none."""
+    name = next(iter(inspect.signature(env.teacher_hint).parameters), None)
+    return {} if name is None else {name: episode}
+
+
 class Env(ABC):
     """An environment: an instance plays one episode at a time, may be reused after `reset`, and is always closed.
 
@@ -103,6 +111,8 @@ class Env(ABC):
     outcome: Any = None
     """The return value of the program under `agent:`, for rewards to read: the value of a JSON object or array,
     else text; None if no program plays."""
+    gives_hints: bool = False
+    """Whether `teacher_hint` is called after each episode; set by the run."""
     hold_back: bool = False
     """Whether `outside_tools` get a placeholder answer instead of being called; set by `agentrl check`."""
 
@@ -148,6 +158,25 @@ class Env(ABC):
         Called on an instance that is never reset and is closed afterwards.
         """
         return [{} for _ in episodes]
+
+    def teacher_hint(self, episode: Episode) -> Any:
+        """What a teacher may know about the finished episode and the policy may not: the solution, or feedback on
+        this attempt; may be async, and need not take the episode. Text, or None for no hint.
+
+        Called after `score`, only in runs with `teacher.hint` `env` or `both`. The teacher reads the text at the
+        end of the opening (docs/algorithms.md).
+        """
+        return None
+
+    async def call_teacher_hint(self, episode: Episode, timeout_s: float) -> object:
+        """The return value of `teacher_hint`.
+
+        Raises:
+            TimeoutError: it took too long.
+        """
+        async with asyncio.timeout(timeout_s):
+            found = self.teacher_hint(**hint_arguments(self, episode))
+            return await found if inspect.isawaitable(found) else found
 
     @property
     def scores_groups(self) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from agentrl.config.algorithm import CriticConfig
-from agentrl.learner.pack import in_pack_order
+from agentrl.learner.pack import as_taught, in_pack_order
 from agentrl.learner.rank import Annotator, Checkpointed, CriticRank, LearnerSpec, Note, PolicyRank, Ranks
 from agentrl.learner.split import (
     Columns,
@@ -230,15 +230,18 @@ class Learner:
 
     def _evaluating(self, rows: Sequence[Sample], names: frozenset[str]) -> list[Callable[[], list[Columns]]]:
         """Start every model that knows one of the columns; what is returned waits for the columns of each row."""
-        models: list[tuple[Ranks[Annotator], frozenset[str]]] = [(self._policy, names)]
-        for apart, own in ((self._reference, {"ref_logprobs"}), (self._critic, {"values"})):
+        taught = [as_taught(row) for row in rows]
+        hinted = any(row.hinted is not None for row in rows)
+        reference = self._policy if self._reference is None and hinted else self._reference
+        models: list[tuple[Ranks[Annotator], frozenset[str], Sequence[Sample]]] = []
+        for apart, own, read in ((reference, {"ref_logprobs"}, taught), (self._critic, {"values"}, rows)):
             if apart is not None:
-                models[0] = (self._policy, models[0][1] - own)
-                models.append((apart, names & own))
-        return [self._evaluate(ranks, rows, wanted) for ranks, wanted in models if wanted]
+                models.append((apart, names & own, read))
+                names -= own
+        return [self._evaluate(*each) for each in [(self._policy, names, rows), *models] if each[1]]
 
     def _evaluate(
-        self, ranks: Ranks[Annotator], rows: Sequence[Sample], names: frozenset[str]
+        self, ranks: Ranks[Annotator], names: frozenset[str], rows: Sequence[Sample]
     ) -> Callable[[], list[Columns]]:
         shares = split_rows(rows, ranks=ranks.size, max_tokens=self._max_tokens)
         wait = ranks.start(lambda rank, share: rank.annotate(share, names), shares, doing="evaluating rows")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -148,6 +148,24 @@ def _routes(rows: Sequence[Sample], tree: Tree, device: torch.device | str) -> T
             new = routes_TLk[at, 0, 0] < 0
             routes_TLk[at[new]] = np.frombuffer(row.routes.data, kind).reshape(shape)[new]
     return torch.from_numpy(routes_TLk).to(device)
+
+
+def as_taught(row: Sample) -> Sample:
+    """The row as its teacher reads it: with its hint, and the same tokens under the loss."""
+    if row.hinted is None:
+        return row
+    cut, ids = row.hinted.length, row.hinted.ids
+    zeros = (0.0,) * len(ids)
+    return replace(
+        row,
+        ids=ids + row.ids[cut:],
+        loss_mask=(False,) * len(ids) + row.loss_mask[cut:],
+        logprobs=zeros + row.logprobs[cut:],
+        advantages=zeros + row.advantages[cut:],
+        versions=(0,) * len(ids) + row.versions[cut:],
+        routes=None,
+        hinted=None,
+    )
 
 
 def in_pack_order(samples: Sequence[Sample]) -> list[Sample]:

@@ -32,7 +32,7 @@ from agentrl.learner.lora import (
 )
 from agentrl.learner.micro_batch import annotated, lr_factor, packed_rows, recorded, saving, working_dtype
 from agentrl.learner.optimizer import make_optimizer
-from agentrl.learner.pack import Packed
+from agentrl.learner.pack import Packed, as_taught
 from agentrl.learner.policy_loss import Frozen, Loss, make_policy_loss, policy_loss
 from agentrl.learner.policy_model import checkpoint_activations, empty_policy, load_policy
 from agentrl.learner.rank import InProcess, LearnerSpec, Note
@@ -40,7 +40,15 @@ from agentrl.learner.routing_replay import check_replay, route_metrics
 from agentrl.learner.sequence_check import check_sequence
 from agentrl.learner.shard import World, all_finite, check_offload, whole
 from agentrl.learner.split import Columns, MicroBatches, RankResult, Rows, TokenValues
-from agentrl.learner.state import TrainingState, copy_state, restore_optimizer, whole_weights
+from agentrl.learner.state import (
+    AVERAGE_FOLDER,
+    TrainingState,
+    copied,
+    copy_state,
+    move_toward,
+    restore_optimizer,
+    whole_weights,
+)
 from agentrl.learner.teacher_server import asked_teacher
 from agentrl.models.device import pick_device, use_device
 from agentrl.models.routers import RouteReplay
@@ -69,6 +77,7 @@ class LocalPolicyRank:
         """The step at which the policy begins to learn."""
         self._states: dict[str, TrainingState] = {}
         self._adapter: dict[str, Tensor] = {}
+        self._average: dict[str, Tensor] = {}
 
     def _make(self, spec: LearnerSpec) -> None:
         """Load the models and make their optimizers."""
@@ -81,9 +90,11 @@ class LocalPolicyRank:
         if config.checkpoint_activations:
             checkpoint_activations(self.policy)
         self.reference: PreTrainedModel | None = None
-        self._adapters_off = spec.adapters_off
-        if (frozen := spec.frozen_dir) is not None:
-            self.reference = self.policy if self._adapters_off else self._load(frozen).requires_grad_(False)
+        self._adapters_off, self._average_rate = spec.adapters_off, spec.average_rate
+        if self._adapters_off or spec.teaches_itself:
+            self.reference = self.policy
+        elif (frozen := spec.frozen_dir) is not None:
+            self.reference = self._load(frozen).requires_grad_(False)
             if spec.teacher is not None:  # another architecture, perhaps
                 check_sequence(self.reference, self.world.sequence, f"teacher {frozen}")
         trained = [p for p in self.policy.parameters() if p.requires_grad]
@@ -127,7 +138,7 @@ class LocalPolicyRank:
         def train(of: MicroBatches, first: bool, rows: Rows, backward: Backward) -> Loss:
             packed = packed_rows(rows, of.columns, self.device, self._dtype, self.world.sequence)
             with self._replaying(packed):  # in the backward pass too, which may compute blocks again
-                frozen, at_Nk = self._frozen(packed)
+                frozen, at_Nk = self._frozen(rows, packed)
                 with saving(self.config):
                     stats = self._stats(self.policy, packed, frozenset({"entropy"}), at_Nk=at_Nk)
                     routes = route_metrics(self.replay, packed) if first else {}
@@ -168,6 +179,8 @@ class LocalPolicyRank:
             if micro_batches.record:
                 seen.append(recorded(micro_batches.rows, [(rows, loss.tokens) for rows, loss in found if rows]))
         self.steps_done += 1
+        if self._average_rate and self.reference is not None:
+            move_toward(self.reference, self.policy, self._average_rate)
         return RankResult(
             merge_metrics([*updates, values]),
             merge_drift(drifts),
@@ -211,7 +224,7 @@ class LocalPolicyRank:
             vocabulary=_vocabulary(self.policy),
         )
 
-    def _frozen(self, packed: Packed) -> tuple[Frozen | None, Tensor | None]:
+    def _frozen(self, rows: Rows, packed: Packed) -> tuple[Frozen | None, Tensor | None]:
         """Log-probabilities under the reference or teacher if the loss has a KL penalty, and the [N, k] ids to
         compare if it is over whole distributions; None otherwise."""
         kl = self.algorithm.kl
@@ -222,6 +235,9 @@ class LocalPolicyRank:
             return Frozen(packed.columns["ref_logprobs"]), None
         if self.reference is None:
             return None, None
+        if any(row.hinted is not None for row in rows):  # the same trained tokens, in the same order
+            taught = tuple(map(as_taught, rows))
+            packed = packed_rows(taught, (), self.device, self._dtype, self.world.sequence)
         sizes = _vocabulary(self.policy), _vocabulary(self.reference)
         with torch.no_grad(), self._as_reference():
             found = self._stats(self.reference, packed, likeliest=(kl.top or max(sizes)) if whole else 0)
@@ -311,6 +327,8 @@ class LocalPolicyRank:
         self._states = {"": copy_state(self.policy, weights, self.optimizer, self.world, note)}
         if self.critic is not None:
             self._states[CRITIC_FOLDER] = self.critic.state(note)
+        if self._average_rate and self.reference is not None:
+            self._average = copied(whole_weights(self.reference, self.world))
 
     def _write_adapter(self, directory: Path) -> None:
         if self.config.lora is not None and self.world.rank == 0:
@@ -323,6 +341,9 @@ class LocalPolicyRank:
             (directory / name).mkdir(exist_ok=True)
             state.write(directory / name)
         self._states = {}
+        if self._average:  # on rank 0
+            self.policy.save_pretrained(directory / AVERAGE_FOLDER, state_dict=self._average)
+            self._average = {}
 
     def load(self, directory: Path) -> Note:
         """Restore this rank's part of a checkpoint; returns its note.

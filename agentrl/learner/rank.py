@@ -35,7 +35,8 @@ class LearnerSpec:
         total_steps: of the run, for the learning-rate schedule.
         reference_dir: the model that training began with: what adapters are added to, and the frozen model of the
             KL penalty unless there is a teacher; None if neither is needed.
-        teacher: the frozen model of the KL penalty instead.
+        teacher: the model of the KL penalty instead.
+        average_dir: a checkpoint's average of the policy, if that is the teacher.
         reference_elsewhere: whether the frozen model has ranks to itself.
         critic_dir: what the critic starts from; None if there is no critic.
         seed: of the order in which episodes are dealt out over updates.
@@ -50,6 +51,7 @@ class LearnerSpec:
     total_steps: int
     reference_dir: Path | None = None
     teacher: TeacherConfig | None = None
+    average_dir: Path | None = None
     reference_elsewhere: bool = False
     critic: CriticConfig | None = None
     critic_dir: Path | None = None
@@ -58,17 +60,31 @@ class LearnerSpec:
 
     @property
     def frozen_dir(self) -> Path | None:
-        """The frozen model of the KL penalty, if these ranks evaluate it."""
+        """What the model of the KL penalty starts from, if these ranks evaluate it and it is not the policy's."""
         if self.algorithm.kl.coef == 0 or self.reference_elsewhere:
             return None
-        if self.teacher is None:
+        teacher = self.teacher
+        if teacher is None or teacher.policy == "initial":
             return self.reference_dir
-        return None if self.teacher.path is None else Path(self.teacher.path)
+        if teacher.policy == "average":
+            return self.average_dir or self.reference_dir
+        return None if teacher.path is None else Path(teacher.path)
 
     @property
     def adapters_off(self) -> bool:
         """Whether the frozen model is the policy without its adapters."""
-        return self.config.lora is not None and self.teacher is None
+        initial = self.teacher is None or self.teacher.policy == "initial"
+        return self.config.lora is not None and initial and self.frozen_dir is not None
+
+    @property
+    def teaches_itself(self) -> bool:
+        """Whether the teacher is the policy as it is."""
+        return self.teacher is not None and self.teacher.policy == "current" and self.algorithm.kl.coef > 0
+
+    @property
+    def average_rate(self) -> float:
+        """How far the teacher follows the policy in each step; 0 if it is frozen."""
+        return self.teacher.rate if self.teacher is not None and self.teacher.policy == "average" else 0.0
 
     @property
     def folders(self) -> tuple[Path, ...]:

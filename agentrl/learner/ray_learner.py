@@ -63,6 +63,7 @@ def ray_learner(spec: LearnerSpec) -> Learner:
             spec,
             policy_dir=spec.policy_dir.absolute(),
             reference_dir=None if spec.reference_dir is None else spec.reference_dir.absolute(),
+            average_dir=None if spec.average_dir is None else spec.average_dir.absolute(),
             critic_dir=None if spec.critic_dir is None else spec.critic_dir.absolute(),
             config=shape,
         )

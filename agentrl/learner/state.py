@@ -94,6 +94,28 @@ def whole_weights(model: nn.Module, world: World) -> dict[str, Tensor]:
     return found
 
 
+AVERAGE_FOLDER = "average"
+"""Folder in a checkpoint with the average of the policy, where that is the teacher."""
+
+
+def copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in host memory."""
+    return {name: _copy(value) for name, value in weights.items()}
+
+
+def move_toward(average: nn.Module, policy: nn.Module, rate: float) -> None:
+    """Move each parameter of the average by `rate` of its distance to the policy's; both are sharded alike.
+
+    Each rank moves its rows.
+    """
+    settle(average)
+    settle(policy)
+    with torch.no_grad():
+        for mine, other in zip(average.parameters(), policy.parameters(), strict=True):
+            rows, _ = local_rows(mine)
+            rows.lerp_(local_rows(other)[0].to(rows.dtype), rate)
+
+
 def restore_optimizer(model: nn.Module, optimizer: Optimizer, directory: Path, world: World) -> dict[str, Any]:
     """Restore the optimizer's state from a checkpoint written by any number of ranks; returns its note.
 

@@ -45,6 +45,7 @@ from agentrl.sandbox import close_pools
 from agentrl.scratch import ScratchFolder
 from agentrl.trainer.algorithm import Algorithm
 from agentrl.trainer.estimator import make_estimator
+from agentrl.trainer.hints import check_hints
 from agentrl.trainer.rewardless import no_reward
 from agentrl.trainer.room import too_long
 from agentrl.trainer.samples import to_records
@@ -101,6 +102,7 @@ def rehearsals(
     require_extras(config)
     content = load_content(config)
     check_held_out(config, content)
+    check_hints(config, content)
     check_reward_model(config.reward_model, [part.make_env() for part in content.by_env.values()])
     if config.model.path is not None:
         check_teacher_folder(config, Path(config.model.path))

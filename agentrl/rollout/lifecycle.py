@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.clean import clean_message, clean_text
 from agentrl.env.env import Env
 from agentrl.env.toolenv.asked import asking
+from agentrl.env.toolenv.threads import CallTimeout, ToolRaised
 from agentrl.errors import (
     AgentRLError,
     EngineError,
@@ -35,10 +36,11 @@ from agentrl.errors import (
     JudgeError,
     RewardError,
     TemplateError,
+    infra_error,
     traceback_of,
 )
-from agentrl.sandbox import SandboxBroken
-from agentrl.types import Episode, Message, StopReason, Task, Turn
+from agentrl.sandbox import SandboxBroken, met_inside
+from agentrl.types import SANDBOX_FAULT, Episode, Message, StopReason, Task, Turn
 
 if TYPE_CHECKING:
     from agentrl.chat.transcript import Transcript  # imports numpy, which most commands do not need
@@ -98,6 +100,7 @@ class OpenEpisode:
     metrics: dict[str, float] = field(default_factory=dict)
     rewards: Mapping[str, float] = field(default_factory=dict)
     solved: bool | None = None
+    hint: str | None = None
     stop: StopReason | None = None
     outside: str = ""
     faults: dict[str, str] = field(default_factory=dict)
@@ -164,6 +167,7 @@ class OpenEpisode:
             rewards=_clean_names(self.rewards),
             error=None if self.error is None else clean_text(self.error),
             solved=self.solved,
+            hint=self.hint,
         )
 
 
@@ -402,6 +406,40 @@ async def score_env(env: Env, episode: OpenEpisode, timeout_s: float) -> None:
             episode.faults["score"] = f"{where}.score {said}\n{traceback_of(e)}"
     episode.rewards = finite(rewards, where, episode.faults)
     episode.judge_solved()
+    if env.gives_hints:
+        await _ask_hint(env, episode, timeout_s)
+
+
+async def _ask_hint(env: Env, episode: OpenEpisode, timeout_s: float) -> None:
+    """Add what the env tells a teacher. What raises, or is no text, becomes a fault, and the episode has no hint.
+
+    Raises:
+        InfraError: a service that the hint needs cannot be reached.
+    """
+    episode.status.now("its hint")
+    where, name, fault, found = f"{type(env).__name__}.teacher_hint", "hint", "", None
+    with asking() as asked:
+        try:
+            found = await env.call_teacher_hint(episode.result(), timeout_s)
+        except SandboxBroken as e:  # by the policy: the reward is fixed already
+            name, fault = SANDBOX_FAULT, f"{where}: {e}"
+        except Exception as e:
+            if isinstance(e, AgentRLError):
+                raise
+            if (infra := infra_error(e)) is not None:
+                raise infra from e
+            cause = e.cause if isinstance(e, ToolRaised) else e
+            late = isinstance(e, TimeoutError | CallTimeout)
+            if late and asked.waiting:
+                raise JudgeError(f"{where}: no answer of {asked.waiting[0]} in {timeout_s:g} s") from None
+            said = f"took longer than {timeout_s:g} s" if late else f"raised {type(cause).__name__}: {cause}"
+            name, fault = SANDBOX_FAULT if met_inside(cause) else "hint", f"{where} {said}\n{traceback_of(cause)}"
+    if isinstance(found, str):
+        episode.hint = clean_text(found) if found.strip() else None
+    elif found is not None:
+        fault = f"{where} returned {found!r:.200}; return text, or None for no hint"
+    if fault:
+        episode.faults.setdefault(name, fault)
 
 
 def finite(rewards: Mapping[str, float], where: str, faults: dict[str, str]) -> dict[str, float]:

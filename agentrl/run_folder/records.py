@@ -32,7 +32,7 @@ class EpisodeRecord:
     `group` numbers the tasks of the step from 0. `advantages` has one number for each sampled segment of the
     episode, in their order; it is empty when the episode did not train. `set_aside` marks the groups without
     signal that gave their places to others (`rollout.refill_zero_signal`); `baseline` the greedy episode that the
-    rest of its group is compared with (`advantage: remax`).
+    rest of its group is compared with (`advantage: remax`). `hint` is what a teacher read and the policy did not.
     """
 
     step: int
@@ -41,6 +41,7 @@ class EpisodeRecord:
     advantages: tuple[float, ...] = ()
     set_aside: bool = False
     baseline: bool = False
+    hint: str | None = None
 
     @classmethod
     def of(cls, step: int, group: int, episode: Episode, advantage: float | None) -> EpisodeRecord:

@@ -174,12 +174,11 @@ def correct_rows(rows: Sequence[Sample], configured: ConfiguredLoss) -> tuple[li
 
 
 def with_kl_mean(rows: Sequence[Sample]) -> list[Sample]:
-    """Note with each token how far the sampler is from the reference in the mean of the step."""
-    if not any(any(row.loss_mask) for row in rows):
-        return list(rows)
-    flat = Flat.of(rows)
-    mean = float((flat.trained("logprobs") - flat.column("ref_logprobs")).mean())
-    return [replace(row, columns={**row.columns, "kl_mean": (mean,) * sum(row.loss_mask)}) for row in flat.rows]
+    """Note with each token how far the sampler is from the reference on average, where the penalty counts."""
+    flat, mean = Flat.of([row for row in rows if any(row.columns.get("hinted", (1.0,)))]), 0.0
+    if any(flat.counts):
+        mean = float((flat.trained("logprobs") - flat.column("ref_logprobs")).mean())
+    return [replace(row, columns={**row.columns, "kl_mean": (mean,) * sum(row.loss_mask)}) for row in rows]
 
 
 def without_advantage(rows: Sequence[Sample], key: Callable[[Sample], K]) -> frozenset[K]:

@@ -20,6 +20,7 @@ from agentrl.config.run import RunConfig
 from agentrl.learner.policy_loss import make_policy_loss
 from agentrl.trainer.advantages import StepTokens, correct_rows, with_kl_mean, without_advantage
 from agentrl.trainer.estimator import NamedEstimator, make_estimator
+from agentrl.trainer.hints import Hinted, Hints
 from agentrl.trainer.samples import TrainingRows, joined, scores_by_env, to_samples
 from agentrl.types import Group, Sample
 
@@ -35,6 +36,7 @@ LOSS_COLUMNS = frozenset(
         "selected",
         "high_entropy",
         "kl_scale",
+        "hinted",
         "kl_mean",
     }
 )
@@ -49,6 +51,7 @@ class Algorithm:
         reference_apart: whether the reference has ranks to itself, so its log-probabilities must be annotated.
         by_env: advantage estimators of envs that have their own.
         kl_by_env: weights of the KL penalty of envs that have their own.
+        hints: makes the hints of a teacher that reads them.
         record: whether steps return what their updates saw of each token.
 
     Raises:
@@ -63,10 +66,11 @@ class Algorithm:
         reference_apart: bool = False,
         by_env: Mapping[str, Named | OwnFunction] | None = None,
         kl_by_env: Mapping[str, float] | None = None,
+        hints: Hints | None = None,
         record: bool = False,
     ) -> None:
         self.config, self.overlong, self.reference_apart = config, overlong, reference_apart
-        self.record, self.kl_by_env = record, dict(kl_by_env or {})
+        self.record, self.kl_by_env, self.hints = record, dict(kl_by_env or {}), hints
         self.estimator = make_estimator(config)
         self.by_env = {
             name: make_estimator(config.model_copy(update={"advantage": advantage}))
@@ -78,10 +82,14 @@ class Algorithm:
     def rows(self, groups: Sequence[Group]) -> TrainingRows:
         """Sampled tokens, each reward on the token that earned it."""
         samples, scores = to_samples(groups, overlong=self.overlong)
+        hinted = Hinted(samples, {}, {}) if self.hints is None else self.hints.add(samples, groups)
+        samples = hinted.rows
         if self.kl_by_env and self.config.kl.in_loss:
             samples = [self._kl_scaled(row, groups[row.group].task.env) for row in samples]
         return TrainingRows(
             samples,
+            metrics=hinted.metrics,
+            hints=hinted.texts,
             kl_coef=self.kl.coef,
             scores=scores,
             by_env=scores_by_env(groups, overlong=self.overlong),
@@ -225,7 +233,7 @@ class Algorithm:
         return frozenset(found)
 
 
-def algorithm_of(config: RunConfig, reference_apart: bool, record: bool) -> Algorithm:
+def algorithm_of(config: RunConfig, reference_apart: bool, hints: Hints | None, *, record: bool) -> Algorithm:
     """The algorithm of a run, with what its envs have of their own; see `Algorithm`."""
     own = {name: env.algorithm for name, env in config.envs.items()}
     return Algorithm(
@@ -234,6 +242,7 @@ def algorithm_of(config: RunConfig, reference_apart: bool, record: bool) -> Algo
         reference_apart=reference_apart,
         by_env={name: of_env.advantage for name, of_env in own.items() if of_env.advantage},
         kl_by_env={name: of_env.kl_coef for name, of_env in own.items() if of_env.kl_coef is not None},
+        hints=hints,
         record=record,
     )
 

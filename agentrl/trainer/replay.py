@@ -15,11 +15,13 @@ from torch import Tensor
 
 from agentrl.errors import CheckpointError
 from agentrl.learner.learner import Learner
+from agentrl.rollout.renderer import load_renderer
 from agentrl.run_folder.checkpoints import steps_saved, verify
 from agentrl.run_folder.earlier_configs import config_at, ends
 from agentrl.run_folder.records import EpisodeRecord, read_metrics, read_records
 from agentrl.scratch import ScratchFolder
 from agentrl.trainer.algorithm import Algorithm, algorithm_of
+from agentrl.trainer.hints import make_hints
 from agentrl.trainer.save import resume
 from agentrl.trainer.start import make_learner, start_directory
 from agentrl.types import Group
@@ -101,7 +103,9 @@ async def _replay(run: Path, step: int) -> Replay:
             config = config_at(run, end)
             learner = await make_learner(config, policy, start)
             try:
-                algorithm = algorithm_of(config, reference_apart=learner.reference_apart, record=False)
+                reads = config.teacher is not None and config.teacher.hint != "none"
+                hints = make_hints(config, load_renderer(config, start), policy) if reads else None
+                algorithm = algorithm_of(config, learner.reference_apart, hints, record=False)
                 if begin:
                     await resume(learner, algorithm, policy)
                 for number in range(begin + 1, end + 1):

@@ -52,6 +52,7 @@ from agentrl.trainer.code_check import check_code
 from agentrl.trainer.evaluation import EvaluationParts, check_background, make_evaluation
 from agentrl.trainer.examiner import Examiner
 from agentrl.trainer.feed import load_feed, make_admission
+from agentrl.trainer.hints import check_hints, make_hints
 from agentrl.trainer.in_step import InStep, starting_engine
 from agentrl.trainer.logging import logging, rewind
 from agentrl.trainer.loop import train
@@ -201,6 +202,7 @@ def _checked_content(config: RunConfig, store: RunStore, reporter: Reporter) -> 
     check_background(config)
     content = load_content(config)
     check_held_out(config, content)
+    check_hints(config, content)
     check_reward_model(config.reward_model, [part.make_env() for part in content.by_env.values()])
     if config.model.path is not None:
         check_teacher_folder(config, Path(config.model.path))  # before a cold start, which takes time
@@ -253,7 +255,8 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     reporter.within("loading the learner")
     learner = await make_learner(config, policy, start)
     stack.push_async_callback(learner.close)
-    algorithm = algorithm_of(config, reference_apart=learner.reference_apart, record=config.log.tokens != "none")
+    hints, record = make_hints(config, renderer, policy), config.log.tokens != "none"
+    algorithm = algorithm_of(config, learner.reference_apart, hints, record=record)
     if checkpoint:
         await resume(learner, algorithm, checkpoint.path)
     await make_room(config, learner)
@@ -324,7 +327,7 @@ def _step_log(setting: _Setting, content: Content) -> StepLog:
         {
             name: RewardWatch(part.make_env())
             for name, part in content.by_env.items()
-            if setting.config.teacher is None
+            if setting.config.teacher is None or setting.config.teacher.hint == "solved"
         },
         setting.store.redraws(),
         setting.disk_thread,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -47,12 +48,14 @@ class TrainingRows(StepRows):
         scores: what advantages are estimated from.
         by_env: the scores of each env's episodes, with several envs.
         num_episodes: how many episodes have rows.
+        hints: what the teacher read of each episode with a hint.
         by_segment: the advantage of each episode's sampled segments, by their number, once it was estimated.
     """
 
     scores: Scores = Scores((), (), ())
     by_env: Mapping[str, Scores] = field(default_factory=dict)
     num_episodes: int = 0
+    hints: Mapping[str, str] = field(default_factory=dict)
     by_segment: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
 
@@ -122,19 +125,25 @@ def joined(rows: TrainingRows, parts: Sequence[TrainingRows]) -> TrainingRows:
 
 
 def to_records(
-    groups: Sequence[Group], advantages: Mapping[str, Mapping[int, float]], *, step: int
+    groups: Sequence[Group],
+    advantages: Mapping[str, Mapping[int, float]],
+    *,
+    step: int,
+    hints: Mapping[str, str] = MappingProxyType({}),
 ) -> list[EpisodeRecord]:
     """The records of all episodes for the run folder.
 
     Args:
         advantages: by episode and sampled segment; all 0 or nothing where an episode did not train.
+        hints: what the teacher read, by episode.
     """
     records: list[EpisodeRecord] = []
     for number, group in enumerate(groups):
         for episode in group.episodes:
             own = advantages.get(episode.id, {})
             by_segment = tuple(own.get(i, 0.0) for i, s in enumerate(episode.segments) if s.origin == "sampled")
-            records.append(EpisodeRecord(step, number, episode, by_segment if any(by_segment) else ()))
+            kept = by_segment if any(by_segment) else ()
+            records.append(EpisodeRecord(step, number, episode, kept, hint=hints.get(episode.id)))
         records += [EpisodeRecord(step, number, episode) for episode in group.failed]
         if group.greedy is not None:
             records.append(EpisodeRecord(step, number, group.greedy, baseline=True))

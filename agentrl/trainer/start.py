@@ -20,6 +20,7 @@ from agentrl.learner.pack import micro_batches
 from agentrl.learner.policy_rank import local_learner
 from agentrl.learner.rank import LearnerSpec
 from agentrl.learner.ray_learner import ray_learner
+from agentrl.learner.state import AVERAGE_FOLDER
 from agentrl.models.tiny import make_tiny_model
 from agentrl.reporting.report import Reporter
 from agentrl.rollout.build import make_engine, make_player
@@ -166,7 +167,7 @@ async def make_learner(config: RunConfig, policy: Path, reference: Path | None) 
     """The learner of the run, here or on Ray; without a reference directory it has no reference and no critic."""
     on_ray = config.learner.ranks > 1 or (reference is not None and config.learner_on_ray)
     critic = None if reference is None else config.critic  # the cold start needs none
-    saved = policy / CRITIC_FOLDER
+    saved, average = policy / CRITIC_FOLDER, policy / AVERAGE_FOLDER
     critic_dir = saved if saved.is_dir() else Path((critic and critic.path) or policy)
     spec = LearnerSpec(
         policy,
@@ -177,6 +178,7 @@ async def make_learner(config: RunConfig, policy: Path, reference: Path | None) 
         total_steps=config.steps,
         reference_dir=reference,
         teacher=None if reference is None else _absolute(config.teacher),
+        average_dir=average if average.is_dir() else None,
         critic=critic,
         critic_dir=None if critic is None else critic_dir,
         seed=config.seed,

@@ -80,7 +80,7 @@ class StepLog:
             ConfigError: the first steps had no reward at all.
         """
         step = batch.step
-        records = to_records(batch.groups, rows.by_segment, step=step)
+        records = to_records(batch.groups, rows.by_segment, step=step, hints=rows.hints)
         self.store.write_episodes(step, [*records, *_records_aside(batch)])
         self.loggers.episodes(step, [episode for group in batch.groups for episode in group.episodes])
         self._note_redraws(batch)

@@ -49,7 +49,7 @@ def check_teacher_folder(config: RunConfig, policy: Path) -> list[str]:
             f"{mine[other[0]]!r} for the policy and {texts.get(other[0])!r} for the teacher): distillation needs "
             "a teacher with the policy's tokenizer"
         )
-    (rows, context), (sampled, reach) = _sizes(directory), _sizes(policy)
+    (rows, context), (sampled, reach) = model_sizes(directory), model_sizes(policy)
     sampled = max(max(own.values()) + 1, sampled or 0)  # also ids that no token has, as from padded embeddings
     if rows is not None and sampled > rows:
         raise ConfigError(
@@ -123,7 +123,7 @@ def _ids(directory: Path, where: str) -> dict[str, int]:
     return _tokenizer(directory, where).get_vocab(with_added_tokens=True)
 
 
-def _sizes(directory: Path) -> tuple[int | None, int | None]:
+def model_sizes(directory: Path) -> tuple[int | None, int | None]:
     """The number of embeddings and the longest context, where config.json says them."""
     try:
         found = json.loads((directory / "config.json").read_text(encoding="utf-8"))

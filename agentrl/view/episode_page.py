@@ -48,6 +48,7 @@ def episode(record: Json, run: str, siblings: Sequence[str], renderer: str | Non
         "seconds": said.get("seconds"),
         "tools": said.get("tools", []),
         "faults": said.get("faults", {}),
+        "hint": record.get("hint"),
         "error": said.get("error"),
         "set_aside": bool(record.get("set_aside")),
         "baseline": bool(record.get("baseline")),

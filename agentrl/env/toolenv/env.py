@@ -363,6 +363,7 @@ class ToolEnv(ScoredEnv):
                     "decode",
                     "reads_images",
                     "model",
+                    "gives_hints",
                     "hold_back",
                 )
                 if key in self.__dict__

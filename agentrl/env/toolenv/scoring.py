@@ -7,10 +7,10 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from agentrl.env.env import DeclaredReward, Env
+from agentrl.env.env import DeclaredReward, Env, hint_arguments
 from agentrl.env.solved import SolvedAt, SolvedRule
 from agentrl.env.toolenv.calls import add_counts
-from agentrl.env.toolenv.dispatch import CallOutcome
+from agentrl.env.toolenv.dispatch import CallOutcome, call_function
 from agentrl.env.toolenv.rewards import (
     BadReward,
     Rewards,
@@ -143,6 +143,14 @@ class ScoredEnv(Env):
         if rewards.faults:
             raise RewardError(rewards.faults, found)
         return found
+
+    async def call_teacher_hint(self, episode: Episode, timeout_s: float) -> object:
+        """The return value of `teacher_hint`, which runs on the episode's thread; see `Env.call_teacher_hint`."""
+        if type(self).teacher_hint is Env.teacher_hint:
+            return None
+        await self._thread.held()
+        with self._on_thread():
+            return await call_function(self.teacher_hint, hint_arguments(self, episode), timeout_s)
 
     def _earned(self, outcome: CallOutcome, faults: dict[str, str]) -> float:
         """The tool's reward for this call; 0 if it is not a number."""

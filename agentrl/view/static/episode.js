@@ -154,6 +154,7 @@ function Facts({ episode }) {
 		<span><span class="quiet">stopped</span> ${visible(episode.stop_reason ?? "")}</span><span><span class="quiet">turns</span> ${num(episode.turns?.length)}</span>
 		<span><span class="quiet">task</span> ${visible(episode.task)}</span><span><span class="quiet">group</span> ${num(episode.group)}</span></div>
 		${row.length > 0 && html`<details class="panel"><summary>Task row</summary><dl class="config">${row.map(([k, v]) => html`<dt>${visible(k)}</dt><dd>${visible(typeof v === "string" ? v : JSON.stringify(v)).slice(0, 20000)}</dd>`)}</dl></details>`}
+		${episode.hint && html`<details class="panel"><summary>Hint, which only the teacher read</summary><dl class="fold"><dd><${Long} text=${episode.hint} /></dd></dl></details>`}
 		${episode.error && html`<div class="error"><b>Failed:</b> ${visible(episode.error)}</div>`}
 		${Object.entries(episode.faults ?? {}).map(([name, text]) => html`<div class="error"><b>Fault in ${visible(name)}:</b> ${visible(text)}</div>`)}`;
 }

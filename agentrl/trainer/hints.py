@@ -1,0 +1,181 @@
+"""Hints for a teacher: what it reads at the end of the opening of an episode, and the policy does not.
+
+Sources: Shenfeld et al., "Self-Distillation Enables Continual Learning", arXiv:2601.19897 (a demonstration);
+Hübotter et al., "Reinforcement Learning via Self-Distillation", arXiv:2601.20802 (another attempt and feedback).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+
+from agentrl.algo.metrics import Metric, Metrics
+from agentrl.chat.template import Renderer
+from agentrl.config.run import RunConfig
+from agentrl.config.teacher import TeacherConfig
+from agentrl.env.env import Env
+from agentrl.errors import ConfigError, TemplateError
+from agentrl.learner.pack import as_taught, packed_size
+from agentrl.rollout.content import Content, require_solved
+from agentrl.rollout.rewards.text import conversation_text
+from agentrl.trainer.teacher_check import model_sizes
+from agentrl.types import Episode, Group, HintedOpening, Message, Sample
+
+SOLVED = "This attempt solved the task:\n\n{attempt}\n\nSolve the task in the same way."
+
+
+@dataclass(frozen=True, slots=True)
+class Hinted:
+    """The rows of a step with the openings that the teacher reads, and the text of each hint that was used, by
+    episode."""
+
+    rows: list[Sample]
+    texts: Mapping[str, str]
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """Makes hints for the episodes of a run.
+
+    Attributes:
+        longest: tokens of an episode with its hint; a longer one has no teacher.
+    """
+
+    teacher: TeacherConfig
+    renderer: Renderer
+    longest: int
+
+    def add(self, rows: Sequence[Sample], groups: Sequence[Group]) -> Hinted:
+        """The rows with the hints of their episodes.
+
+        A row keeps its tokens; the hint is in `Sample.hinted`. The column `hinted` says for each trained token
+        whether there is one.
+        """
+        by_episode: dict[str, list[Sample]] = {}
+        for row in rows:
+            by_episode.setdefault(row.episode_id, []).append(row)
+        made: dict[str, list[Sample]] = {}
+        texts: dict[str, str] = {}
+        too_long = elsewhere = 0
+        for group in groups:
+            for episode in group.episodes:
+                own = by_episode.get(episode.id)
+                if own is None or (text := self.text(episode, group)) is None:
+                    continue
+                hinted = self._rows(episode, own, text)
+                elsewhere += hinted is None
+                if hinted is not None and packed_size([as_taught(row) for row in hinted]) > self.longest:
+                    too_long += 1
+                elif hinted is not None:
+                    made[episode.id], texts[episode.id] = hinted, text
+        found = {name: iter(map(_marked, made.get(name, own))) for name, own in by_episode.items()}
+        counts = {"hinted_episodes": len(made), "hints_too_long": too_long, "hints_misplaced": elsewhere}
+        return Hinted(
+            [next(found[row.episode_id]) for row in rows],
+            texts,
+            {name: Metric("sum", float(count)) for name, count in counts.items()},
+        )
+
+    def text(self, episode: Episode, group: Group) -> str | None:
+        """The hint for an episode; None if there is none."""
+        parts = []
+        if self.teacher.shows_solved and (other := _solved_by(episode, group)) is not None:
+            attempt = conversation_text(other.messages[len(opening_of(other)) :])
+            parts.append(SOLVED.format(attempt=attempt))
+        if self.teacher.asks_env and episode.hint:
+            parts.append(episode.hint)
+        return "\n\n".join(parts) or None
+
+    def _rows(self, episode: Episode, rows: Sequence[Sample], text: str) -> list[Sample] | None:
+        """The rows that begin with the episode's opening get the hint; None if none does."""
+        opening = opening_of(episode)
+        try:
+            plain, taught = (self._ids(messages, episode) for messages in (opening, with_hint(opening, text)))
+        except TemplateError:  # it takes the opening, and not with the hint
+            return None
+        same = _common_end(plain, taught)
+        cut = len(plain) - same
+        hinted = HintedOpening(cut, taught[: len(taught) - same])
+        begins = [row.ids[:cut] == plain[:cut] and not any(row.loss_mask[:cut]) for row in rows]
+        if not any(begins):
+            return None
+        return [replace(row, hinted=hinted) if fits else row for row, fits in zip(rows, begins, strict=True)]
+
+    def _ids(self, messages: Sequence[Message], episode: Episode) -> tuple[int, ...]:
+        pieces = self.renderer.opening(messages, episode.tools).pieces
+        return tuple(id for piece in pieces for id in piece.ids)
+
+
+def make_hints(config: RunConfig, renderer: Renderer, policy: Path) -> Hints | None:
+    """What makes the hints of a run; None if its teacher reads none.
+
+    Args:
+        policy: the folder of the policy.
+    """
+    teacher = config.teacher
+    if teacher is None or teacher.hint == "none" or config.algorithm.kl.coef == 0:
+        return None
+    longest = config.learner.micro_batch_tokens
+    if teacher.url is None:
+        _, context = model_sizes(Path(teacher.path or policy))
+        longest = min(longest, context or longest)
+    return Hints(teacher, renderer, longest)
+
+
+def check_hints(config: RunConfig, content: Content) -> None:
+    """Check that there is something that gives hints.
+
+    Raises:
+        ConfigError: an env has no method `teacher_hint`, or does not declare when an episode is solved.
+    """
+    teacher = config.teacher
+    if teacher is None or teacher.hint == "none":
+        return
+    if teacher.shows_solved:
+        require_solved(content, f"teacher.hint: {teacher.hint}")
+    for name, part in content.by_env.items():
+        env = part.make_env()
+        if teacher.asks_env and type(env).teacher_hint is Env.teacher_hint:
+            where = f"envs.{name}: " if name else ""
+            raise ConfigError(
+                f"{where}teacher.hint {teacher.hint} needs a method `teacher_hint(self, episode)` of "
+                f"{type(env).__name__} that returns text, and it has none: write it, or use teacher.hint solved"
+            )
+
+
+def opening_of(episode: Episode) -> tuple[Message, ...]:
+    """The messages before the policy's first one."""
+    first = episode.turns[0].message if episode.turns else None
+    count = next((n for n, message in enumerate(episode.messages) if message == first), len(episode.messages))
+    return episode.messages[:count]
+
+
+def with_hint(opening: Sequence[Message], text: str) -> list[Message]:
+    """The opening with a hint at the end of its last user message, or of its last message if there is none."""
+    users = [n for n, message in enumerate(opening) if message.role == "user"]
+    if not opening:
+        return [Message("user", text)]
+    place = users[-1] if users else len(opening) - 1
+    content = opening[place].content
+    longer = f"{content}\n\n{text}" if isinstance(content, str) else (*content, f"\n\n{text}")
+    return [*opening[:place], replace(opening[place], content=longer), *opening[place + 1 :]]
+
+
+def _marked(row: Sample) -> Sample:
+    column = (float(row.hinted is not None),) * sum(row.loss_mask)
+    return replace(row, columns={**row.columns, "hinted": column})
+
+
+def _common_end(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences have in common at their ends."""
+    backwards = zip(reversed(a), reversed(b), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], backwards))
+
+
+def _solved_by(episode: Episode, group: Group) -> Episode | None:
+    """Another attempt that solved the task: of those with the highest reward the shortest."""
+    others = [e for e in group.episodes if e.solved and e.id != episode.id]
+    return min(others, key=lambda e: (-(e.reward or 0.0), sum(turn.tokens for turn in e.turns)), default=None)
