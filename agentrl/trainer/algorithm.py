@@ -110,7 +110,8 @@ class Algorithm:
             tokens = StepTokens.of(part, self.configured)
             estimator.check(tokens.step.component_names)
             parts.append(tokens.with_advantages(estimator.estimate(tokens.step)))
-        return self.without_signal(joined(rows, parts) if rows.by_env else parts[0])
+        scored = joined(rows, parts) if rows.by_env else parts[0]
+        return self.without_signal(replace(scored, metrics={**rows.metrics, **scored.metrics}))
 
     def _by_env(self, rows: TrainingRows) -> Iterator[tuple[TrainingRows, NamedEstimator]]:
         """The rows of each env with its estimator; with a single env, all rows."""

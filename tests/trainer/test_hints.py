@@ -1,0 +1,305 @@
+"""Hints that only a teacher reads: where they go, who gives them, and runs that learn from them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from agentrl.chat.template import Renderer
+from agentrl.chat.transcript import Transcript
+from agentrl.cli.app import app
+from agentrl.config import RunConfig
+from agentrl.config.teacher import TeacherConfig
+from agentrl.errors import ConfigError
+from agentrl.learner.pack import as_taught
+from agentrl.reporting.report import Silent
+from agentrl.run_folder.records import read_metrics, read_records
+from agentrl.run_folder.store import RunStore
+from agentrl.trainer.hints import Hints, opening_of
+from agentrl.trainer.replay import replay
+from agentrl.trainer.run import train_run
+from agentrl.trainer.samples import episode_samples
+from agentrl.types import Completion, Episode, Group, Message, StopReason, Task, Turn
+from tests.chat.families import FAMILIES, Family
+
+QUESTION = "Which door?"
+HINT = "Take the <|im_end|> red one."
+
+
+def episode(
+    renderer: Renderer,
+    opening: Sequence[Message],
+    said: Sequence[str] = ("one", "two"),
+    *,
+    name: str = "e0",
+    solved: bool = False,
+    hint: str | None = None,
+) -> Episode:
+    """An episode in which the policy says these things, with a question between them."""
+    transcript, turns = Transcript(renderer), []
+    transcript.extend(opening)
+    for number, text in enumerate(said):
+        if number:
+            transcript.extend([Message("user", "And then?")])
+        ids = (*renderer.encode_text(text), min(renderer.stop_ids))
+        message = transcript.complete(Completion(ids, (-0.1,) * len(ids), (0,) * len(ids), "stop"))
+        turns.append(Turn(message, (), 0.0, "stop", len(ids), 0.1, 0.1))
+    return Episode(
+        id=name,
+        task=Task("t"),
+        messages=transcript.messages,
+        turns=tuple(turns),
+        segments=transcript.segments,
+        stop_reason=StopReason.ANSWERED,
+        reward=float(solved),
+        solved=solved,
+        hint=hint,
+    )
+
+
+def hinted(renderer: Renderer, *episodes: Episode, hint: Any = "env", longest: int = 10_000) -> Any:
+    hints = Hints(TeacherConfig(policy="initial", hint=hint), renderer, longest)
+    rows = [row for one in episodes for row in episode_samples(one)]
+    return hints.add(rows, [Group(Task("t"), episodes)])
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("history", ["keep", "fork"])
+def test_the_teacher_reads_the_hint_in_the_question_and_the_rest_as_it_was(
+    tmp_path: Path, family: Family, history: Any
+):
+    renderer = Renderer.from_directory(family.directory(tmp_path), history=history)
+    made = hinted(renderer, episode(renderer, [Message("user", QUESTION)], hint=HINT))
+    for row in made.rows:
+        taught = as_taught(row)
+        assert renderer.decode(taught.ids) == renderer.decode(row.ids).replace(
+            QUESTION, f"{QUESTION}\n\n{HINT}", 1
+        )
+        assert taught.ids[taught.loss_mask.index(True) :] == row.ids[row.loss_mask.index(True) :]
+        for id in renderer.stop_ids:
+            assert taught.ids.count(id) == row.ids.count(id), "text of a hint is no control token"
+        assert row.columns["hinted"] == (1.0,) * sum(row.loss_mask)
+    assert {name: metric.value for name, metric in made.metrics.items()} == {
+        "hinted_episodes": 1.0,
+        "hints_too_long": 0.0,
+        "hints_misplaced": 0.0,
+    }
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+    return Renderer.from_directory(FAMILIES[0].directory(tmp_path_factory.mktemp("renderer")))
+
+
+@pytest.mark.parametrize(
+    ("opening", "where"),
+    [
+        ([Message("system", "S"), Message("user", QUESTION)], QUESTION),
+        ([Message("system", "S"), Message("user", "a"), Message("assistant", "b"), Message("user", "c")], "c"),
+        ([Message("system", "Only a system prompt")], "Only a system prompt"),
+        ([Message("user", "first"), Message("system", "last")], "first"),
+    ],
+)
+def test_the_hint_is_at_the_end_of_the_last_user_message(renderer: Renderer, opening: list[Message], where: str):
+    one = episode(renderer, opening, hint="HINT")
+    assert opening_of(one) == tuple(opening)
+    (row,) = hinted(renderer, one).rows
+    assert f"{where}\n\nHINT" in renderer.decode(as_taught(row).ids)
+
+
+def test_another_attempt_that_solved_the_task_is_the_hint(renderer: Renderer):
+    opening = [Message("user", QUESTION)]
+    failed = episode(renderer, opening, ("blue",), name="failed")
+    long = episode(renderer, opening, ("long thoughts about colors", "red"), name="long", solved=True)
+    short = episode(renderer, opening, ("red",), name="short", solved=True)
+    made = hinted(renderer, failed, long, short, hint="solved")
+    assert list(made.texts) == ["failed", "long", "short"]
+    assert "assistant:\nred" in made.texts["failed"]
+    assert made.texts["failed"] == made.texts["long"], "the shortest"
+    assert "long thoughts" in made.texts["short"], "never itself"
+    alone = hinted(renderer, failed, short, hint="solved")
+    assert list(alone.texts) == ["failed"]
+    assert [set(row.columns["hinted"]) for row in alone.rows] == [{1.0}, {0.0}]
+    told = replace(failed, hint="It is warm.")
+    both = hinted(renderer, told, short, hint="both")
+    assert both.texts["failed"].endswith("\n\nIt is warm.")
+    assert "red" in both.texts["failed"]
+    assert hinted(renderer, told, short, hint="env").texts == {"failed": "It is warm."}
+
+
+def test_an_episode_that_gets_too_long_has_no_teacher(renderer: Renderer):
+    one = episode(renderer, [Message("user", QUESTION)], hint="word " * 200)
+    length = len(episode_samples(one)[0].ids)
+    made = hinted(renderer, one, longest=length + 50)
+    assert made.rows[0].hinted is None
+    assert (made.texts, made.metrics["hints_too_long"].value) == ({}, 1.0)
+
+
+def test_rows_that_do_not_begin_with_the_opening_have_no_teacher(renderer: Renderer):
+    one = episode(renderer, [Message("user", QUESTION)], hint=HINT)
+    other = episode(renderer, [Message("user", "Something else")], hint=HINT)
+    made = hinted(renderer, replace(one, segments=other.segments))
+    assert made.rows[0].hinted is None
+    assert made.metrics["hints_misplaced"].value == 1.0
+
+
+ENV = '''
+from agentrl import Task, ToolEnv, reward, tool
+
+
+class Doors(ToolEnv):
+    """Open the right door."""
+
+    @classmethod
+    def tasks(cls, split, seed, size=20):
+        return [Task(f"{split}-{n}", {"door": n}) for n in range(size)]
+
+    def setup(self, door: int) -> str:
+        self.door = door
+        return f"Which of {door}?"
+
+    @tool
+    def open_door(self, number: int) -> str:
+        """Open it.
+
+        Args:
+            number: of the door.
+        """
+        return "open"
+
+    @reward
+    def opened(self, episode) -> bool:
+        return sum(episode.task.row["door"] for _ in episode.turns) % 3 == 0
+
+HINT
+'''
+GIVEN = "    def teacher_hint(self):\n        return f'It is door {self.door}'"
+TINY = {"hidden": 32, "layers": 1, "heads": 2, "intermediate": 64, "vocab": 400, "max_context": 512}
+
+
+def settings(hint: str = GIVEN, **changes: Any) -> RunConfig:
+    Path("doors.py").write_text(ENV.replace("HINT", hint))
+    base: dict[str, Any] = {
+        "name": "student",
+        "steps": 3,
+        "env": {"use": f"{Path.cwd()}/doors.py:Doors"},
+        "model": {"tiny": TINY},
+        "teacher": {"policy": "initial", "hint": "env"},
+        "rollout": {"groups_per_step": 3, "group_size": 2, "max_turns": 2, "max_tokens": 8, "token_budget": 300},
+        "algorithm": {"advantage": "none", "kl": {"coef": 1.0}},
+        "optim": {"lr": 1e-2, "warmup_steps": 0},
+        "eval": {"every": 0, "tasks": 1},
+        "checkpoint": {"every": 1, "keep": 10},
+    }
+    return RunConfig.model_validate(base | changes)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(config: RunConfig, folder: str) -> list[dict[str, float]]:
+    """Train; returns the metrics of each step."""
+    with RunStore.open(config, Path(folder)) as store:
+        train_run(config, store, Silent())
+    return [line for line in read_metrics(Path(folder)) if line["step"] > 0]
+
+
+@pytest.mark.parametrize("policy", ["initial", "average"])
+def test_a_run_that_teaches_itself_resumes_and_replays_exactly(policy: str):
+    teacher = {"policy": policy, "hint": "env"}
+    lines = run(settings(teacher=teacher), "whole")
+    assert all(line["hinted_episodes"] == 6 and line["kl"] > 0 for line in lines)
+    record = read_records(Path("whole"), 2)[0]
+    assert record.hint == record.episode.hint == f"It is door {record.episode.task.row['door']}"
+    shown = CliRunner().invoke(app, ["show", "whole", "--episode", record.episode.id])
+    assert f"the teacher also read: {record.hint}" in shown.output
+    assert replay(Path("whole"), 3).equal
+    run(settings(teacher=teacher, steps=2), "parts")
+    run(settings(teacher=teacher), "parts")
+    a, b = (
+        load_file(next(Path(f"{n}/checkpoints/step-3").glob("model*.safetensors"))) for n in ("whole", "parts")
+    )
+    assert all(a[name].equal(b[name]) for name in a)
+
+
+TURNS = "    async def teacher_hint(self, episode):\n        return f'{len(episode.turns)} {episode.reward:g}'"
+SOME = "    def teacher_hint(self, told):\n        return self.door and str(told.task.row['door'])"
+RAISES = "    def teacher_hint(self):\n        raise KeyError('gone')"
+RAISES_LATER = "    async def teacher_hint(self):\n        raise KeyError('gone')"
+NUMBER = "    def teacher_hint(self):\n        return 7"
+
+
+@pytest.mark.parametrize(("hint", "pattern"), [(TURNS, r"[12] [01]"), (SOME, r"\d+")])
+def test_a_hint_may_be_async_and_read_the_scored_episode(hint: str, pattern: str):
+    run(settings(hint, steps=1), "r")
+    found = [record.hint for record in read_records(Path("r"), 1)]
+    assert any(found)
+    assert all(one is None or re.fullmatch(pattern, one) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("hint", "text"),
+    [
+        (RAISES, "teacher_hint raised KeyError: 'gone'"),
+        (RAISES_LATER, "teacher_hint raised KeyError: 'gone'"),
+        (NUMBER, "teacher_hint returned 7; return text, or None for no hint"),
+    ],
+)
+def test_a_hint_that_fails_is_a_fault_of_the_env_and_not_of_the_episode(hint: str, text: str):
+    config = settings(hint, steps=1)
+    rollout = config.rollout.model_copy(update={"faults_stop_above": None})
+    run(config.model_copy(update={"rollout": rollout}), "r")
+    for record in read_records(Path("r"), 1):
+        assert text in record.episode.faults["hint"]
+        assert record.episode.reward is not None
+        assert record.hint is None
+        assert record.episode.solved is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"teacher": {"policy": "initial"}}, "teacher.policy initial knows nothing that the policy does not"),
+        ({"teacher": {"policy": "initial", "path": "T", "hint": "env"}}, "one of path .* got path and policy"),
+        ({"teacher": {"policy": "initial", "hint": "env", "rate": 0.1}}, "rate has no effect unless"),
+        ({"teacher": {"policy": "average", "hint": "env", "rate": 0.0}}, "greater than 0"),
+        (
+            {"learner": {"reference_ranks": 1}, "teacher": {"policy": "current", "hint": "env"}},
+            "own ranks evaluate",
+        ),
+        ({"learner": {"lora": {"rank": 2}}, "teacher": {"policy": "average", "hint": "env"}}, "trained whole"),
+        ({"learner": {"lora": {"rank": 2}, "reference_ranks": 1}}, "the teacher is the policy without"),
+        ({"algorithm": {"kl": {"coef": 1.0, "where": "reward"}}}, "only those with a hint have a teacher"),
+        ({"rollout": {"group_size": 1}, "teacher": {"policy": "initial", "hint": "solved"}}, "group_size is 1"),
+    ],
+)
+def test_what_cannot_work_is_refused(changes: dict[str, Any], text: str):
+    with pytest.raises(ValueError, match=text):
+        settings(**changes)
+
+
+def test_an_env_without_hints_is_refused_before_the_run():
+    with pytest.raises(ConfigError, match=r"needs a method `teacher_hint\(self, episode\)` of Doors"):
+        run(settings(""), "r")
+    unscored = ENV.replace("HINT", "").replace("-> bool", "-> float")
+    config = settings("", teacher={"policy": "initial", "hint": "solved"})
+    Path("doors.py").write_text(unscored)
+    with pytest.raises(ConfigError, match=r"teacher\.hint: solved"):
+        run(config, "r2")
+
+
+def test_a_run_without_hints_never_asks_for_them():
+    config = settings("    def teacher_hint(self):\n        raise KeyError", teacher=None, algorithm={}, steps=1)
+    run(config, "r")
+    assert not any(record.episode.faults for record in read_records(Path("r"), 1))
+    assert "hinted_episodes" not in json.loads(Path("r/metrics.jsonl").read_text().splitlines()[-1])
