@@ -31,7 +31,7 @@ def no_signal(evidence: Evidence) -> Iterator[Finding]:
     groups = evidence.number("rollout.groups_per_step", 0)
     if len(signal) < FEW_STEPS or groups <= 0 or evidence.number("rollout.group_size", 1) < 2:
         return
-    if evidence.setting("teacher") is not None:
+    if _taught(evidence):
         return  # equal rewards teach as much as others
     share = float(signal[-max(FEW_STEPS, len(signal) // 2) :].mean()) / groups
     if share > 0.1:
@@ -57,6 +57,11 @@ def no_signal(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
+def _taught(evidence: Evidence) -> bool:
+    """Whether a teacher trains without any reward: not if it needs attempts that solved the task."""
+    return evidence.setting("teacher") is not None and evidence.setting("teacher.hint") != "solved"
+
+
 def _never_solved(evidence: Evidence) -> bool:
     scored = evidence.scored
     if len(scored) < 16:
@@ -70,7 +75,7 @@ def _never_solved(evidence: Evidence) -> bool:
 def never_solved(evidence: Evidence) -> Iterator[Finding]:
     """Nothing has ever been solved: there is nothing to reinforce."""
     steps, _ = evidence.series("reward")
-    if len(steps) < FEW_STEPS or evidence.setting("teacher") is not None or not _never_solved(evidence):
+    if len(steps) < FEW_STEPS or _taught(evidence) or not _never_solved(evidence):
         return
     _, signal = evidence.series("groups_with_signal")
     if len(signal) and float(signal.mean()) > 0.25 * evidence.number("rollout.groups_per_step", 1):

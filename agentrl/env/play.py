@@ -7,6 +7,7 @@ import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentrl.env.env import Env
@@ -15,6 +16,8 @@ from agentrl.env.toolenv.observe import plain_text
 from agentrl.errors import RewardError
 from agentrl.types import Episode, Message, StopReason, Task, ToolCall, ToolSchema, Turn
 
+HINT_S = 60.0
+"""Limit of an env's `teacher_hint`."""
 Policy = Callable[[Sequence[Message]], Message | Awaitable[Message]]
 """Takes the conversation so far and returns the next assistant message; may be async."""
 
@@ -165,24 +168,26 @@ async def play(
         )
         rewards = await env.score(unscored)
         total = sum(t.reward for t in turns) + sum(rewards.values())
-        solved = env.solved_verdict(rewards, total)
+        played = replace(
+            unscored,
+            reward=total,
+            rewards=rewards,
+            seconds=time.perf_counter() - start,
+            solved=env.solved_verdict(rewards, total),
+        )
+        return replace(played, hint=await _hint(env, played)) if env.gives_hints else played
     finally:
         if close:
             await env.close()
-    return Episode(
-        unscored.id,
-        task,
-        unscored.messages,
-        unscored.turns,
-        (),
-        stop,
-        total,
-        rewards,
-        metrics,
-        seconds=time.perf_counter() - start,
-        tools=tools,
-        solved=solved,
-    )
+
+
+async def _hint(env: Env, episode: Episode) -> str | None:
+    """What the env tells a teacher. Raises RewardError if it is no text."""
+    found = await env.call_teacher_hint(episode, HINT_S)
+    if found is not None and not isinstance(found, str):
+        where = f"{type(env).__name__}.teacher_hint"
+        raise RewardError({"hint": f"{where} returned {found!r:.200}; return text, or None for no hint"})
+    return found or None
 
 
 def _with_ids(message: Message, turn: int) -> Message:

@@ -45,7 +45,7 @@ from agentrl.sandbox import close_pools
 from agentrl.scratch import ScratchFolder
 from agentrl.trainer.algorithm import Algorithm
 from agentrl.trainer.estimator import make_estimator
-from agentrl.trainer.hints import check_hints
+from agentrl.trainer.hints import check_hints, hint_of
 from agentrl.trainer.rewardless import no_reward
 from agentrl.trainer.room import too_long
 from agentrl.trainer.samples import to_records
@@ -366,7 +366,10 @@ async def _compared(
     algorithm = Algorithm(config.algorithm)
     if algorithm.late or "greedy_E" in algorithm.estimator.needs:
         algorithm = Algorithm(AlgorithmConfig.model_validate({"advantage": "dr_grpo"}))
-    records = to_records(groups, algorithm.advantages(algorithm.rows(groups)).by_segment, step=0)
+    teacher = config.teacher
+    told = {} if teacher is None else {e.id: hint_of(teacher, e, groups[0]) for e in episodes}
+    hints = {name: text for name, text in told.items() if text is not None}
+    records = to_records(groups, algorithm.advantages(algorithm.rows(groups)).by_segment, step=0, hints=hints)
     first, last = records[0], records[-1]
     return (
         replace(first, episode=replace(first.episode, id=scripted.id)),

@@ -56,9 +56,12 @@ class Models:
 def _reference(config: RunConfig, policy: ModelShape) -> ModelShape | None:
     if config.algorithm.kl.coef == 0:
         return None
-    if config.teacher is None:
+    teacher = config.teacher
+    if teacher is None or teacher.policy == "initial":
         return policy if config.learner.lora is None else None
-    return None if config.teacher.path is None else ModelShape.of_directory(Path(config.teacher.path))
+    if teacher.policy == "average":
+        return policy
+    return None if teacher.path is None else ModelShape.of_directory(Path(teacher.path))
 
 
 @dataclass(frozen=True, slots=True)

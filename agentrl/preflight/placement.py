@@ -57,10 +57,14 @@ def _models(config: RunConfig, device: str) -> list[str]:
     learner, lines = config.learner, []
     if config.algorithm.kl.coef > 0:
         teacher = config.teacher
-        how = f"{'a frozen copy' if teacher is None else teacher.path} on the policy's ranks, sharded the same way"
+        initial = teacher is None or teacher.policy == "initial"
+        what = "a frozen copy" if initial or teacher is None else teacher.path or "the average of the policy"
+        how = f"{what} on the policy's ranks, sharded the same way"
         if teacher is not None and teacher.url is not None:
             how = f"{teacher.model} at {teacher.address}"
-        elif teacher is None and learner.lora:
+        elif teacher is not None and teacher.policy == "current":
+            how = "the policy"
+        elif initial and learner.lora:
             how = "the policy without its adapters"
         elif learner.reference_ranks:
             how = f"{_ranks(learner.reference_ranks, device)}, its own"

@@ -132,9 +132,16 @@ def reference(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]
     """PL07: what the reference costs, and which one it is."""
     if config.algorithm.kl.coef == 0:
         return
-    if config.teacher is not None and config.teacher.url is not None:
+    teacher = config.teacher
+    if teacher is not None and teacher.url is not None:
         text = "the teacher is on a server, which scores every episode while the policy waits"
-    elif config.teacher is not None:
+    elif teacher is not None and (teacher.policy == "current" or (teacher.policy and config.learner.lora)):
+        text = "the teacher is the policy with a hint: no second copy, one more forward pass"
+    elif teacher is not None and teacher.policy == "average":
+        text = (
+            "the teacher is an average of the policy: a second copy, in checkpoints too, and one more forward pass"
+        )
+    elif teacher is not None:
         where = (
             "on dedicated ranks, which the policy waits for"
             if config.learner.reference_ranks
@@ -149,9 +156,7 @@ def reference(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]
         )
     else:
         text = "the reference is a frozen copy: one more forward pass, about a quarter of an update"
-    advice = (
-        "set algorithm.kl.coef to 0 to do without" if config.teacher is None else "remove teacher to do without"
-    )
+    advice = "set algorithm.kl.coef to 0 to do without" if teacher is None else "remove teacher to do without"
     yield PlanFinding("PL07", "note", text, advice)
 
 

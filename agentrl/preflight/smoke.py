@@ -137,8 +137,8 @@ def _changes(given: RunConfig) -> list[str]:
 
 
 def _without_teacher(given: RunConfig) -> dict[str, Any]:
-    """Leave out the teacher, which may be large or on a server, and what depends on it."""
-    if given.teacher is None:
+    """Leave out a teacher that may be large or on a server, and what depends on it."""
+    if given.teacher is None or given.teacher.policy is not None:
         return {}
     found: dict[str, Any] = {"teacher": None}
     if given.algorithm.kl.kind != "full":

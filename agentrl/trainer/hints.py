@@ -63,7 +63,7 @@ class Hints:
         for group in groups:
             for episode in group.episodes:
                 own = by_episode.get(episode.id)
-                if own is None or (text := self.text(episode, group)) is None:
+                if own is None or (text := hint_of(self.teacher, episode, group)) is None:
                     continue
                 hinted = self._rows(episode, own, text)
                 elsewhere += hinted is None
@@ -78,16 +78,6 @@ class Hints:
             texts,
             {name: Metric("sum", float(count)) for name, count in counts.items()},
         )
-
-    def text(self, episode: Episode, group: Group) -> str | None:
-        """The hint for an episode; None if there is none."""
-        parts = []
-        if self.teacher.shows_solved and (other := _solved_by(episode, group)) is not None:
-            attempt = conversation_text(other.messages[len(opening_of(other)) :])
-            parts.append(SOLVED.format(attempt=attempt))
-        if self.teacher.asks_env and episode.hint:
-            parts.append(episode.hint)
-        return "\n\n".join(parts) or None
 
     def _rows(self, episode: Episode, rows: Sequence[Sample], text: str) -> list[Sample] | None:
         """The rows that begin with the episode's opening get the hint; None if none does."""
@@ -107,6 +97,17 @@ class Hints:
     def _ids(self, messages: Sequence[Message], episode: Episode) -> tuple[int, ...]:
         pieces = self.renderer.opening(messages, episode.tools).pieces
         return tuple(id for piece in pieces for id in piece.ids)
+
+
+def hint_of(teacher: TeacherConfig, episode: Episode, group: Group) -> str | None:
+    """What the teacher reads of an episode, and the policy does not; None if there is nothing."""
+    parts = []
+    if teacher.shows_solved and (other := _solved_by(episode, group)) is not None:
+        attempt = conversation_text(other.messages[len(opening_of(other)) :])
+        parts.append(SOLVED.format(attempt=attempt))
+    if teacher.asks_env and episode.hint:
+        parts.append(episode.hint)
+    return "\n\n".join(parts) or None
 
 
 def make_hints(config: RunConfig, renderer: Renderer, policy: Path) -> Hints | None:

@@ -118,6 +118,8 @@ class StepLog:
                 f"step {step}: {left_out:g} tool results had images, which the policy cannot read; "
                 "it saw a note instead"
             )
+        if metrics.get("hinted_episodes") == 0:
+            self.reporter.note(f"step {step}: {_nothing_hinted(metrics)}; the teacher trained nothing")
         if metrics["trained_tokens"] == 0:
             self.reporter.note(f"step {step}: {self._nothing_trained(metrics)}; the policy is unchanged")
         self.store.log_metrics(step, metrics)
@@ -204,6 +206,18 @@ def _weight_of_nothing(config: RunConfig, episodes: Iterable[Episode]) -> str:
     """The warning about weights of reward parts that none of these episodes had; else empty."""
     given = {part for episode in episodes for part in reward_parts(episode)}
     return weight_of_nothing(config.sole_env.reward_weights, given)
+
+
+def _nothing_hinted(metrics: Mapping[str, float]) -> str:
+    """Why the teacher read no episode."""
+    if metrics["hints_too_long"]:
+        return (
+            f"with their hints, {metrics['hints_too_long']:g} episodes do not fit the teacher's context or "
+            "learner.tokens_per_micro_batch"
+        )
+    if metrics["hints_misplaced"]:
+        return f"{metrics['hints_misplaced']:g} episodes do not begin with the opening, where their hints belong"
+    return "no episode has a hint"
 
 
 def _records_aside(batch: Batch) -> list[EpisodeRecord]:
