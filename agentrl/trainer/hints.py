@@ -138,7 +138,9 @@ def check_hints(config: RunConfig, content: Content) -> None:
     if teacher.shows_solved:
         require_solved(content, f"teacher.hint: {teacher.hint}")
     for name, part in content.by_env.items():
-        env = part.make_env()
+        env, own = part.make_env(), config.envs[name].algorithm.kl_coef if name else None
+        if own == 0:
+            continue
         if teacher.asks_env and type(env).teacher_hint is Env.teacher_hint:
             where = f"envs.{name}: " if name else ""
             raise ConfigError(

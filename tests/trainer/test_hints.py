@@ -29,6 +29,7 @@ from agentrl.trainer.run import train_run
 from agentrl.trainer.samples import episode_samples
 from agentrl.types import Completion, Episode, Group, Message, StopReason, Task, Turn
 from tests.chat.families import FAMILIES, Family
+from tests.trainer.test_teacher_run import served
 
 QUESTION = "Which door?"
 HINT = "Take the <|im_end|> red one."
@@ -264,6 +265,44 @@ def test_a_hint_that_fails_is_a_fault_of_the_env_and_not_of_the_episode(hint: st
         assert record.episode.reward is not None
         assert record.hint is None
         assert record.episode.solved is not None
+
+
+def test_hints_reach_a_teacher_on_a_server(tmp_path: Path):
+    run(settings(steps=1), "start")
+    model = Path("start/start").absolute()
+    given = {"steps": 2, "model": {"path": str(model)}}
+    kl = {"algorithm": {"advantage": "none", "kl": {"coef": 1.0, "kind": "centered"}}}
+    here = run(settings(teacher={"path": str(model), "hint": "env"}, **given, **kl), "here")
+    with served(model) as url:
+        there = run(settings(teacher={"url": url, "model": "tiny", "hint": "env"}, **given, **kl), "there")
+    for a, b in zip(here, there, strict=True):
+        assert b["hinted_episodes"] == 6
+        assert b["kl"] == pytest.approx(a["kl"], rel=1e-3)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
+
+
+def test_adapters_learn_from_the_policy_without_them():
+    run(settings(steps=1), "start")
+    model = {"path": str(Path("start/start").absolute())}
+    lines = run(settings(model=model, learner={"lora": {"rank": 4}}, steps=4), "adapters")
+    whole = run(settings(model=model, steps=1), "whole")
+    assert lines[0]["kl"] == pytest.approx(whole[0]["kl"], rel=1e-4)
+    assert replay(Path("adapters"), 2).equal
+
+
+def test_envs_of_a_mixture_have_hints_or_a_weight_of_zero():
+    envs = {"a": {"use": f"{Path.cwd()}/doors.py:Doors"}, "b": {"use": "agentrl.envs.calculator:Calculator"}}
+    rollout = {"groups_per_step": 4, "group_size": 2, "max_turns": 1, "max_tokens": 8, "token_budget": 900}
+    mixed = {"env": None, "envs": envs, "rollout": rollout, "steps": 1}
+    mixed |= {"algorithm": {"kl": {"coef": 1.0}}, "model": {"tiny": {**TINY, "max_context": 1000}}}
+    with pytest.raises(ConfigError, match=r"envs\.b: teacher\.hint env needs a method `teacher_hint"):
+        run(settings(**mixed), "r")
+    envs["b"]["algorithm"] = {"kl_coef": 0.0}
+    (line,) = run(settings(**mixed), "r2")
+    records = read_records(Path("r2"), 1)
+    assert {record.hint is not None for record in records if record.episode.task.env == "a"} == {True}
+    assert {record.hint is not None for record in records if record.episode.task.env == "b"} == {False}
+    assert line["hinted_episodes"] == sum(record.hint is not None for record in records)
 
 
 @pytest.mark.parametrize(
