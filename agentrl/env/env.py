@@ -159,9 +159,10 @@ class Env(ABC):
         """
         return [{} for _ in episodes]
 
-    def teacher_hint(self, episode: Episode) -> Any:
+    def teacher_hint(self, *args: Any, **kwargs: Any) -> Any:
         """What a teacher may know about the finished episode and the policy may not: the solution, or feedback on
-        this attempt; may be async, and need not take the episode. Text, or None for no hint.
+        this attempt; may be async. Write `teacher_hint(self, episode)` or `teacher_hint(self)`. Returns text, or
+        None for no hint.
 
         Called after `score`, only in runs with `teacher.hint` `env` or `both`. The teacher reads the text at the
         end of the opening (docs/algorithms.md).
@@ -174,6 +175,8 @@ class Env(ABC):
         Raises:
             TimeoutError: it took too long.
         """
+        if type(self).teacher_hint is Env.teacher_hint:
+            return None
         async with asyncio.timeout(timeout_s):
             found = self.teacher_hint(**hint_arguments(self, episode))
             return await found if inspect.isawaitable(found) else found

@@ -150,6 +150,11 @@ def _routes(rows: Sequence[Sample], tree: Tree, device: torch.device | str) -> T
     return torch.from_numpy(routes_TLk).to(device)
 
 
+def longest_ids(row: Sample) -> tuple[int, ...]:
+    """The tokens of a row with its hint, if it has one: the most that any model reads of it."""
+    return row.ids if row.hinted is None else row.hinted.ids + row.ids[row.hinted.length :]
+
+
 def as_taught(row: Sample) -> Sample:
     """The row as its teacher reads it: with its hint, and the same tokens under the loss."""
     if row.hinted is None:
@@ -158,7 +163,7 @@ def as_taught(row: Sample) -> Sample:
     zeros = (0.0,) * len(ids)
     return replace(
         row,
-        ids=ids + row.ids[cut:],
+        ids=longest_ids(row),
         loss_mask=(False,) * len(ids) + row.loss_mask[cut:],
         logprobs=zeros + row.logprobs[cut:],
         advantages=zeros + row.advantages[cut:],
@@ -183,9 +188,9 @@ def _by_group(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
 def micro_batches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
     """Split into micro-batches of at most `max_tokens` packed tokens, groups together where they fit.
 
-    What rows share counts once, as it is computed once; the rows of an episode stay together. A group that does
-    not fit is cut where its episodes share least. Groups or parts of them go in by size, largest first, each into
-    the first micro-batch with room.
+    What rows share counts once, as it is computed once; the rows of an episode stay together. Hints count, because
+    a teacher reads the same micro-batches. A group that does not fit is cut where its episodes share least. Groups
+    or parts of them go in by size, largest first, each into the first micro-batch with room.
 
     Raises:
         ConfigError: one episode alone has more than `max_tokens` tokens.
@@ -215,8 +220,8 @@ def _fitting(group: Sequence[Sample], max_tokens: int) -> Iterable[tuple[int, li
     episodes: dict[str, list[Sample]] = {}
     for sample in group:
         episodes.setdefault(sample.episode_id, []).append(sample)
-    ordered = sorted(episodes.items(), key=lambda item: min(row.ids for row in item[1]))
-    firsts = [np.asarray(min(row.ids for row in rows)) for _, rows in ordered]
+    ordered = sorted(episodes.items(), key=lambda item: min(map(longest_ids, item[1])))
+    firsts = [np.asarray(min(map(longest_ids, rows))) for _, rows in ordered]
     shared = [0, *(common(a, b) for a, b in pairwise(firsts))]  # of each with its neighbor before
     start = 0
     while start < len(ordered):
@@ -241,7 +246,7 @@ def _sizes(ordered: Sequence[tuple[str, Sequence[Sample]]], max_tokens: int) -> 
     tree, sizes = TreeSize(), list[int]()
     for _, rows in ordered:
         for row in rows:
-            tree.add(row.ids)
+            tree.add(longest_ids(row))
         if tree.tokens > max_tokens:
             break
         sizes.append(tree.tokens)
@@ -249,5 +254,5 @@ def _sizes(ordered: Sequence[tuple[str, Sequence[Sample]]], max_tokens: int) -> 
 
 
 def packed_size(rows: Sequence[Sample]) -> int:
-    """How many tokens `pack` makes of rows."""
-    return tree_size([row.ids for row in rows])
+    """How many tokens `pack` makes of rows, hints included."""
+    return tree_size(list(map(longest_ids, rows)))

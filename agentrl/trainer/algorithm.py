@@ -153,6 +153,8 @@ class Algorithm:
             samples = [row if row.episode_id in rows.idle else next(following) for row in rows.samples]
         if self.config.kl.in_loss and self.config.kl.loss_kind == "centered":
             samples = with_kl_mean(samples)
+        if self.config.kl.loss_kind != "full":
+            samples = [_answered(row) for row in samples]
         return replace(
             rows, samples=[_stripped(row) for row in samples], metrics=rows.metrics | metrics, drift=measured
         )
@@ -257,6 +259,11 @@ def make_kl_control(config: KLConfig) -> KLController:
 
 def _count(number: int) -> Metric:
     return Metric("sum", float(number))
+
+
+def _answered(row: Sample) -> Sample:
+    """Without the hint, if the teacher has read it."""
+    return replace(row, hinted=None) if row.hinted is not None and "ref_logprobs" in row.columns else row
 
 
 def _stripped(row: Sample) -> Sample:

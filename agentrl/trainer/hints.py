@@ -17,7 +17,7 @@ from agentrl.config.run import RunConfig
 from agentrl.config.teacher import TeacherConfig
 from agentrl.env.env import Env
 from agentrl.errors import ConfigError, TemplateError
-from agentrl.learner.pack import as_taught, packed_size
+from agentrl.learner.pack import packed_size
 from agentrl.rollout.content import Content, require_solved
 from agentrl.rollout.rewards.text import conversation_text
 from agentrl.trainer.teacher_check import model_sizes
@@ -67,7 +67,7 @@ class Hints:
                     continue
                 hinted = self._rows(episode, own, text)
                 elsewhere += hinted is None
-                if hinted is not None and packed_size([as_taught(row) for row in hinted]) > self.longest:
+                if hinted is not None and packed_size(hinted) > self.longest:
                     too_long += 1
                 elif hinted is not None:
                     made[episode.id], texts[episode.id] = hinted, text

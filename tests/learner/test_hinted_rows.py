@@ -15,7 +15,7 @@ from torch import Tensor
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.config.teacher import TeacherConfig
-from agentrl.learner.pack import as_taught, in_pack_order
+from agentrl.learner.pack import as_taught, in_pack_order, micro_batches, pack
 from agentrl.learner.state import AVERAGE_FOLDER
 from agentrl.types import HintedOpening, Sample
 from tests.learner.direct import DirectLearner
@@ -130,7 +130,7 @@ def test_a_taught_row_has_the_hint_and_the_same_tokens_under_the_loss():
     ]
 
 
-@pytest.mark.parametrize(("every", "tokens"), [(1, 60), (1, 5000), (2, 120)])
+@pytest.mark.parametrize(("every", "tokens"), [(1, 90), (1, 5000), (2, 120)])
 def test_full_compares_with_what_the_teacher_says_after_the_hint(
     policy_dir: Path, teacher_dir: Path, every: int, tokens: int
 ):
@@ -211,3 +211,11 @@ def test_the_average_follows_the_policy_and_is_part_of_a_checkpoint(policy_dir: 
         assert learner.step(samples).metrics == again.step(samples).metrics
     first, second = learner.weights(), again.weights()
     assert all(first[name].equal(second[name]) for name in first)
+
+
+def test_micro_batches_have_room_for_hints():
+    samples = make_batch(8, groups=4)
+    rows = [replace(s, hinted=HintedOpening(1, (n, *[7] * 80))) for n, s in enumerate(samples)]
+    for batch in micro_batches(rows, 300):
+        assert len(pack([as_taught(row) for row in batch]).ids_T) <= 300
+    assert len(micro_batches(rows, 300)) > len(micro_batches(samples, 300))
