@@ -106,7 +106,7 @@ def _overview(rehearsal: Rehearsal) -> Text:
     per_step = rollout.groups_per_step * rollout.group_size
     rows = [
         ("run", f"{config.name}: {config.steps} steps of {per_step} episodes"),
-        ("env", config.sole_env.use),
+        ("env", config.sole_env.shown),
         *[("tool" if number == 0 else "", line) for number, line in enumerate(rehearsal.tools)],
         ("rewards", ", ".join(rehearsal.rewards) or "none"),
         ("solved", rehearsal.solved),

@@ -21,3 +21,16 @@ def address_problem(url: str) -> str:
 def without_credentials(url: str) -> str:
     """The address for messages and files."""
     return re.sub(r"^([^/?#]*://)?[^/?#]*@", r"\1(hidden)@", url)
+
+
+def hide_credentials(text: str, fill: str = "") -> str:
+    """`text` without the credentials of the addresses in it.
+
+    Args:
+        fill: replaces each of their characters, so that the columns of the text stay.
+    """
+
+    def hidden(found: re.Match[str]) -> str:
+        return f"{found[1]}{fill * len(found[2]) or '(hidden)'}@"
+
+    return re.sub(r"\b([a-z][a-z0-9+.-]*://)([^/?#\s]+)@", hidden, text, flags=re.IGNORECASE)

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from agentrl.config.address import hide_credentials
 from agentrl.config.facts import is_advanced
 from agentrl.config.run import RunConfig
 from agentrl.config.section import Section
@@ -107,6 +108,6 @@ def _show(value: Any) -> str:
         return "null"
     if isinstance(value, dict):  # what is deeper inside may be a secret, which is recognized by its key
         inner = {k: "{...}" if isinstance(v, dict) and v else yaml_value(v) for k, v in value.items()}
-        text = ", ".join(f"{k}: {v}" for k, v in inner.items())
+        text = hide_credentials(", ".join(f"{k}: {v}" for k, v in inner.items()))
         return f"{{{text if len(text) <= LONGEST else f'{text[:LONGEST]}...'}}}"
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    return str(value).lower() if isinstance(value, bool) else hide_credentials(repr(value))

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from agentrl.config.address import address_problem
+from agentrl.config.address import address_problem, without_credentials
 from agentrl.config.choice import is_own
 from agentrl.config.facts import Advanced, NamesCode, NeverWhen, NeverWith, OnlyWhen, OnResume, PathTo, UnusedBy
 from agentrl.config.section import Count, Device, Positive, Section
@@ -65,18 +65,24 @@ class ServerConfig(Section):
     sleep: Annotated[bool, UnusedBy("eval", "serve")] = False
     """Free the servers' GPU memory during the update, for a learner on the same GPU."""
 
+    @property
+    def addresses(self) -> list[str]:
+        """`urls` without credentials, for messages and files."""
+        return [without_credentials(url) for url in self.urls]
+
     @field_validator("urls")
     @classmethod
     def _addresses(cls, urls: list[str]) -> list[str]:
         for place, url in enumerate(urls):
+            address = without_credentials(url)
             if problem := address_problem(url):
-                raise ValueError(f"{url}: {problem}; give an address such as http://127.0.0.1:30000")
+                raise ValueError(f"{address}: {problem}; give an address such as http://127.0.0.1:30000")
             parts = urlsplit(url)
             extra = parts.path.rstrip("/") if parts.path.rstrip("/") == "/v1" else parts.query or parts.fragment
             if extra:
-                raise ValueError(f"{url}: leave out {extra!r}: the engine appends its own paths")
+                raise ValueError(f"{address}: leave out {extra!r}: the engine appends its own paths")
             if url.rstrip("/") in {other.rstrip("/") for other in urls[:place]}:
-                raise ValueError(f"{url} is there twice; give each server once")
+                raise ValueError(f"{address} is there twice; give each server once")
         return urls
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
+from agentrl.config.address import hide_credentials
 from agentrl.config.choice import choice_of, is_own
 from agentrl.config.datafiles import data_files, is_dataset_name
 from agentrl.config.dump import RESOLVED
@@ -380,10 +381,11 @@ def _line(source: Source, problem: Problem) -> str:
     key = dotted(problem.loc)
     joint = " " if problem.text.startswith(("must ", "is ", "has ")) else ": "
     what = f"{key}{joint}{problem.text}" if key and not problem.text.startswith(key) else problem.text
+    what = hide_credentials(what)
     spot = problem.spot
     if spot is None:
         return f"{source.name}: {what}"
     if spot.flag:
-        return f"{spot.flag}: {what}"
+        return f"{hide_credentials(spot.flag)}: {what}"
     line, column = (spot.key_line, spot.key_column) if problem.on_key else (spot.line, spot.column)
     return f"{source.name}:{line}:{column}: {what}{excerpt(source, line, column)}"

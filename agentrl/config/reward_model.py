@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentrl.config.address import address_problem
+from agentrl.config.address import address_problem, without_credentials
 from agentrl.config.facts import Advanced, OnlyWhen, OnResume, PathTo
 from agentrl.config.section import Count, Device, Positive, Section
 
@@ -72,7 +72,7 @@ class RewardModelConfig(Section):
                 raise ValueError(f"reward_model.{key} is missing: kind {self.kind} needs it")
         if self.url is not None and (problem := address_problem(self.url)):
             raise ValueError(
-                f"reward_model.url {self.url!r}: {problem}; give an address such as http://127.0.0.1:8000/v1"
+                f"reward_model.url {self.address!r}: {problem}; give an address such as http://127.0.0.1:8000/v1"
             )
         if self.workers and self.device.startswith("cuda:"):
             raise ValueError(
@@ -81,3 +81,8 @@ class RewardModelConfig(Section):
         if self.low >= self.high:
             raise ValueError(f"reward_model.low = {self.low} must be below reward_model.high = {self.high}")
         return self
+
+    @property
+    def address(self) -> str:
+        """`url` without credentials, for messages and files."""
+        return without_credentials(self.url or "")

@@ -9,6 +9,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.parameters import Named
+from agentrl.config.address import hide_credentials
 from agentrl.config.agreement import check_sections, check_sequence_ranks
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.choice import OneOf, OwnFunction, choice_of
@@ -107,6 +108,11 @@ class EnvConfig(Section):
     reaches its threshold. By default the env decides (`@reward(solved=True)`)."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
     """Reward weights by name; they override those in the code."""
+
+    @property
+    def shown(self) -> str:
+        """`use` without the credentials of an address, for messages and files."""
+        return hide_credentials(self.use)
 
 
 class AgentConfig(Section):
@@ -581,7 +587,7 @@ class RunConfig(Section):
     @property
     def env_names(self) -> str:
         """The classes of the env or envs, for people."""
-        return ", ".join(view.sole_env.use for view in self.by_env.values())
+        return ", ".join(view.sole_env.shown for view in self.by_env.values())
 
     @property
     def episodes_per_step(self) -> int:

@@ -15,6 +15,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
+from agentrl.config.address import hide_credentials
 from agentrl.config.place import Loc, dotted
 from agentrl.errors import ConfigError
 
@@ -129,7 +130,7 @@ def excerpt(source: Source, line: int, column: int) -> str:
     """The source line with a caret under the column, both 1-based; empty if there is no such line."""
     if not 1 <= line <= len(source.lines):
         return ""
-    text = source.lines[line - 1]
+    text = hide_credentials(source.lines[line - 1], "*")
     # Keep tabs before the caret, so that it lines up with the column whatever their width.
     indent = "".join("\t" if c == "\t" else " " for c in text[: column - 1])
     return f"\n{line:5d} | {text}\n      | {indent}^"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from agentrl.config.address import without_credentials
 from agentrl.doctor.evidence import Evidence
 from agentrl.doctor.finding import Finding
 
@@ -59,7 +60,11 @@ def slow_server(evidence: Evidence) -> Iterator[Finding]:
     if found is None:
         return
     urls = evidence.setting("engine.server.urls")
-    url = f" ({urls[found.number]})" if isinstance(urls, list) and found.number < len(urls) else ""
+    url = (
+        f" ({without_credentials(str(urls[found.number]))})"
+        if isinstance(urls, list) and found.number < len(urls)
+        else ""
+    )
     yield Finding(
         "slow-server",
         "warning",

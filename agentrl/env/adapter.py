@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar, TypeVar
 
+from agentrl.config.address import hide_credentials
 from agentrl.config.schemes import SCHEMES, EnvScheme
 from agentrl.config.typed import check_types
 from agentrl.env.env import Env
@@ -75,7 +76,7 @@ def load_adapter(name: str, rest: str, options: Mapping[str, Any]) -> type[Env]:
     Raises:
         ConfigError: its package is not installed, there is no such env, or the options are invalid.
     """
-    scheme, use = SCHEMES[name], f"env {name}:{rest}"
+    scheme, use = SCHEMES[name], hide_credentials(f"env {name}:{rest}")
     if not rest:
         raise ConfigError(f"env {name}: write {name}:{scheme.rest} ({scheme.about})")
     if (module := missing_module(scheme)) is not None:

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from agentrl.config.address import address_problem
+from agentrl.config.address import address_problem, hide_credentials, without_credentials
 from agentrl.env.env import PolicyModel
 from agentrl.env.judge_text import fenced, form_of, neutral, read_score, schema_of
 from agentrl.env.toolenv.asked import found_unusable, waits_for
@@ -85,7 +85,7 @@ class Judge:
 
     def __post_init__(self) -> None:
         if problem := address_problem(self.url):
-            raise ConfigError(f"judge {self.model}: url {self.url}: {problem}")
+            raise ConfigError(f"judge {self.model}: url {self.address}: {problem}")
         if self.key_env and self.key_env not in os.environ:
             raise ConfigError(f"judge {self.model}: environment variable {self.key_env} is not set")
         if self.cache is not None and self.cache.is_file():
@@ -93,6 +93,11 @@ class Judge:
                 with contextlib.suppress(ValueError, KeyError, TypeError):  # cut when the program was killed
                     entry = json.loads(line)
                     self._answers[entry["key"]] = entry["answer"]
+
+    @property
+    def address(self) -> str:
+        """`url` without credentials, for messages and files."""
+        return without_credentials(self.url)
 
     async def chat(self, messages: Sequence[Message]) -> Message:
         """The model's answer to a conversation. Control tokens of chat templates are sent as plain text.
@@ -108,7 +113,7 @@ class Judge:
         key = self._key(wire)
         if self.temperature == 0 and key in self._answers:
             return self._answers[key]
-        with waits_for(f"judge {self.model} at {self.url}"):
+        with waits_for(f"judge {self.model} at {self.address}"):
             text = await self._ask(wire, form)
         if self.temperature == 0:
             self._answers[key] = text
@@ -189,7 +194,7 @@ class Judge:
                     usable = not (refused or (status in _MODERATED and await self._answers_others()))
                     break  # retrying will not help
             attempt += 1
-        text = f"judge {self.model} at {self.url}: {problem[:300]}"
+        text = f"judge {self.model} at {self.address}: {problem[:300]}"
         raise JudgeError(text) if usable else JudgeAnswerError(text)
 
     async def _answers_others(self) -> bool:
@@ -232,6 +237,11 @@ class RewardApi:
     retries: int = 3
     _answered: bool = field(default=False, repr=False)
 
+    @property
+    def address(self) -> str:
+        """`url` without credentials, for messages and files."""
+        return without_credentials(self.url)
+
     async def score(self, texts: Sequence[str]) -> list[float]:
         """One score per text.
 
@@ -253,7 +263,7 @@ class RewardApi:
                     response = await within(request, self.timeout_s)
                 if response.status_code in _REFUSED and self._answered:
                     raise JudgeAnswerError(
-                        f"reward server {self.url}: {response.status_code}, {response.text[:200]}"
+                        f"reward server {self.address}: {response.status_code}, {response.text[:200]}"
                     )
                 scores = self._read(response.raise_for_status().json(), len(texts))
                 self._answered = True
@@ -261,22 +271,22 @@ class RewardApi:
             except CallTimeout:
                 problem = f"no answer after {self.timeout_s:g} s"
             except (httpx.HTTPError, ValueError, RecursionError) as e:
-                problem = error_text(e)
-        raise JudgeError(f"reward server {self.url}: {problem[:300]}")
+                problem = hide_credentials(error_text(e))
+        raise JudgeError(f"reward server {self.address}: {problem[:300]}")
 
     def _read(self, answer: Any, num: int) -> list[float]:
         scores = answer.get("scores") if isinstance(answer, Mapping) else None
         fits = isinstance(scores, list) and len(scores) == num
         if not fits or not all(isinstance(s, int | float) and not isinstance(s, bool) for s in scores or ()):
             raise JudgeError(
-                f'reward server {self.url}: wanted {{"scores": [{num} numbers]}}, got {answer!r:.200}'
+                f'reward server {self.address}: wanted {{"scores": [{num} numbers]}}, got {answer!r:.200}'
             )
         try:
             numbers = [float(s) for s in scores or ()]
         except OverflowError:
             numbers = [math.inf]
         if not all(map(math.isfinite, numbers)):
-            raise JudgeAnswerError(f"reward server {self.url}: the scores {answer!r:.200} are not finite")
+            raise JudgeAnswerError(f"reward server {self.address}: the scores {answer!r:.200} are not finite")
         return numbers
 
 

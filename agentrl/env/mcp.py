@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from agentrl.config.address import address_problem
+from agentrl.config.address import address_problem, hide_credentials, without_credentials
 from agentrl.config.typed import check_types
 from agentrl.env.toolenv.background import background
 from agentrl.env.toolenv.dispatch import within
@@ -60,7 +60,7 @@ class McpServer:
         if bool(self.command) == bool(self.url):
             raise ConfigError("mcp: give exactly one of `command` (a list) and `url`")
         if self.url and (problem := address_problem(self.url)):
-            raise ConfigError(f"mcp: url {self.url}: {problem}")
+            raise ConfigError(f"mcp: url {self.where}: {problem}")
 
     @classmethod
     def from_mapping(cls, entry: Mapping[str, Any]) -> McpServer:
@@ -82,7 +82,7 @@ class McpServer:
     @property
     def where(self) -> str:
         """The name used in messages."""
-        return self.url or " ".join(self.command)
+        return without_credentials(self.url) or " ".join(self.command)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class McpConnection:
             ready.result()
         except Exception as e:
             await self.close()
-            raise InfraError(f"mcp: {self.server.where}: {error_text(e)}") from e
+            raise InfraError(f"mcp: {self.server.where}: {hide_credentials(error_text(e))}") from e
 
     async def _hold(self, client: Client, ready: asyncio.Future[None]) -> None:
         try:
@@ -237,7 +237,7 @@ class McpConnection:
             raise
         except Exception as e:
             if await self._alive():
-                raise ToolError(error_text(_first(e))) from e
+                raise ToolError(hide_credentials(error_text(_first(e)))) from e
             self._client = None
             await self._lost("during", name)
         finally:

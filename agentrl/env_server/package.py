@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 
+from agentrl.config.address import without_credentials
 from agentrl.errors import ConfigError
 from agentrl.extras import DISTRIBUTION
 
@@ -65,21 +66,21 @@ def served_url(url: str) -> Served:
     Raises:
         ConfigError: it does not answer, or is not `agentrl env serve`.
     """
-    token = os.environ.get("AGENTRL_TOKEN")
+    token, address = os.environ.get("AGENTRL_TOKEN"), without_credentials(url)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         answer = httpx.get(f"{url.rstrip('/')}/metadata", headers=headers, timeout=30.0)
         answer.raise_for_status()
         about = answer.json()
         if "served by agentrl" not in about["description"]:
-            raise ConfigError(f"{url}: this is not `agentrl env serve`")
+            raise ConfigError(f"{address}: this is not `agentrl env serve`")
     except httpx.HTTPStatusError as e:
         hint = "; put its token into AGENTRL_TOKEN" if e.response.status_code == 401 else ""
-        raise ConfigError(f"{url}: the server answers with {e.response.status_code}{hint}") from e
+        raise ConfigError(f"{address}: the server answers with {e.response.status_code}{hint}") from e
     except httpx.HTTPError as e:
-        raise ConfigError(f"{url}: no answer ({type(e).__name__}); is `agentrl env serve` running?") from e
+        raise ConfigError(f"{address}: no answer ({type(e).__name__}); is `agentrl env serve` running?") from e
     except (KeyError, TypeError, ValueError) as e:
-        raise ConfigError(f"{url}: this is not `agentrl env serve`") from e
+        raise ConfigError(f"{address}: this is not `agentrl env serve`") from e
     return Served(str(about["name"]), url=url.rstrip("/"))
 
 

@@ -27,7 +27,7 @@ def load_source(config: RunConfig, *, max_turns: int) -> EnvSource:
     content = load_content(config)
     splits: Mapping[str, Sequence[Task]] = {"train": content.train_tasks, "test": content.held_out_tasks}
     there = {name: tasks for name, tasks in splits.items() if len(tasks)}
-    return EnvSource(env_name(config.sole_env.use), content.make_env, there, max_turns, config.rollout.timeout_s)
+    return EnvSource(env_name(config.sole_env.shown), content.make_env, there, max_turns, config.rollout.timeout_s)
 
 
 def env_name(use: str) -> str:

@@ -95,7 +95,7 @@ async def _closing(
     examinee: Examinee, tasks: int | None, processes: FreshProcesses | None, say: Say
 ) -> ExamResult:
     started = time.perf_counter()
-    result = ExamResult(examinee.name, examinee.config.sole_env.use)
+    result = ExamResult(examinee.name, examinee.config.sole_env.shown)
     with warnings.catch_warnings(), watching_files() as files, contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         try:

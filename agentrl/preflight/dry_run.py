@@ -153,7 +153,7 @@ def rehearse(
         try:
             found = asyncio.run(_closing_pools(_rehearse(config, content, renderer, proof, max_context, say)))
         except (InfraError, EnvError, RewardError) as e:
-            raise ConfigError(f"{config.sole_env.use}: {e}") from e
+            raise ConfigError(f"{config.sole_env.shown}: {e}") from e
     if not held_back:
         return found
     note = f"these tools act outside of the episode and were not called: {', '.join(held_back)}; --play calls them"
@@ -270,10 +270,10 @@ def _policy(config: RunConfig, content: Content, task: Task) -> tuple[Policy, st
         try:
             policy: Policy = oracle(task)
         except Exception as e:
-            raise ConfigError(f"{config.sole_env.use}.oracle on task {task.id!r}: {said_by(e)}") from e
+            raise ConfigError(f"{config.sole_env.shown}.oracle on task {task.id!r}: {said_by(e)}") from e
         if not callable(policy):
             raise ConfigError(
-                f"{config.sole_env.use}.oracle must return a policy (ScriptedPolicy([...])), got {policy!r}"
+                f"{config.sole_env.shown}.oracle must return a policy (ScriptedPolicy([...])), got {policy!r}"
             )
         return policy, BY_ORACLE
     tools = task_tools_now(content.make_env, [task])

@@ -81,7 +81,7 @@ def _scorers(config: RunConfig, device: str) -> list[str]:
     scorer = config.reward_model
     if scorer is None:
         return []
-    where = f"a {scorer.kind} at {scorer.url}"
+    where = f"a {scorer.kind} at {scorer.address}"
     if scorer.kind == "classifier":
         device = "CPU" if scorer.device == "cpu" else device
         where = f"in the process of the run, on its {device}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.chat.messages import MessageFormatError, read_well_formed
+from agentrl.config.address import without_credentials
 from agentrl.config.place import located
 from agentrl.config.reward_model import RewardModelConfig
 from agentrl.config.run import RunConfig
@@ -152,15 +153,15 @@ async def require_endpoints(
         )
     if reward_model is not None and reward_model.url and (why := await unreachable(reward_model.url)):
         raise JudgeError(
-            f"reward_model.url {reward_model.url}: nothing accepts connections there ({why}); start the server, "
-            "or correct the address"
+            f"reward_model.url {reward_model.address}: nothing accepts connections there ({why}); start the "
+            "server, or correct the address"
         )
     for part in content.by_env.values():
         env = part.make_env()
         for url, why in (await unreachable_of(env.endpoints())).items():
             raise InfraError(
-                f"{type(env).__name__} needs {url}, but nothing accepts connections there ({why}): start the "
-                "service, or correct the address"
+                f"{type(env).__name__} needs {without_credentials(url)}, but nothing accepts connections there "
+                f"({why}): start the service, or correct the address"
             )
 
 
@@ -230,13 +231,13 @@ def env_factory(env_class: type[Env], config: RunConfig) -> Callable[[], Env]:
         make()
     except (TypeError, ValueError, OSError) as e:
         raise ConfigError(
-            f"env.options {dict(options)} do not fit {config.sole_env.use}: {e}; they are the arguments of "
+            f"env.options {dict(options)} do not fit {config.sole_env.shown}: {e}; they are the arguments of "
             "its __init__"
         ) from e
     except AgentRLError:
         raise
     except Exception as e:
-        raise ConfigError(f"{config.sole_env.use} cannot be made: {said_by(e)}") from e
+        raise ConfigError(f"{config.sole_env.shown} cannot be made: {said_by(e)}") from e
     return make
 
 
@@ -250,10 +251,10 @@ def _tasks(
     generator = author_method(env_class, "tasks")
     if generator is None:
         raise ConfigError(
-            f"{config.sole_env.use} has no `tasks` classmethod: name a JSON-lines file under data.{split}, or add "
-            "`@classmethod def tasks(cls, split, seed, **options)` that returns a sequence of Task"
+            f"{config.sole_env.shown} has no `tasks` classmethod: name a JSON-lines file under data.{split}, or "
+            "add `@classmethod def tasks(cls, split, seed, **options)` that returns a sequence of Task"
         )
-    where = f"{config.sole_env.use}.tasks({split!r}, ...)"
+    where = f"{config.sole_env.shown}.tasks({split!r}, ...)"
     try:
         tasks: Any = generator(split, config.seed if split == "train" else 0, **config.data.options)
         first = tasks[0] if hasattr(tasks, "__getitem__") else None
@@ -288,12 +289,12 @@ def _demonstrations(
     generator = None if warmup.use == "oracle" else author_method(env_class, "demonstrations")
     if generator is None and warmup.use == "demonstrations":
         raise ConfigError(
-            f"warmup.use: {config.sole_env.use} has no `demonstrations` classmethod; add one, or write "
+            f"warmup.use: {config.sole_env.shown} has no `demonstrations` classmethod; add one, or write "
             "`warmup: oracle`"
         )
     if generator is None:
         return oracle_demonstrations(env_class, config, make_env, tasks)
-    where = f"{config.sole_env.use}.demonstrations with warmup.options {dict(warmup.options)}"
+    where = f"{config.sole_env.shown}.demonstrations with warmup.options {dict(warmup.options)}"
     try:
         found: Sequence[Sequence[Message]] = generator(config.seed, warmup.num, **warmup.options)
         given = [Demonstration(messages) for messages in found]

@@ -50,17 +50,17 @@ def oracle_demonstrations(
     assert warmup is not None
     if oracle is None and warmup.use == "oracle":
         raise ConfigError(
-            f"warmup.use: {config.sole_env.use} has no oracle: add `@classmethod def oracle(cls, task)` that "
+            f"warmup.use: {config.sole_env.shown} has no oracle: add `@classmethod def oracle(cls, task)` that "
             "returns a policy for the task"
         )
     if oracle is None:
         raise ConfigError(
-            f"{config.sole_env.use} does not generate demonstrations: name a file under warmup.demonstrations, "
+            f"{config.sole_env.shown} does not generate demonstrations: name a file under warmup.demonstrations, "
             "add a `demonstrations` or an `oracle` classmethod, or leave `warmup:` out"
         )
     if warmup.options:
         raise ConfigError(
-            f"warmup.options has no effect: the oracle of {config.sole_env.use} writes the demonstrations; "
+            f"warmup.options has no effect: the oracle of {config.sole_env.shown} writes the demonstrations; "
             "remove it"
         )
     chosen = [tasks[i] for i in range(min(warmup.num, len(tasks)))]
@@ -80,7 +80,7 @@ async def _play_all(
             except AgentRLError:
                 raise
             except Exception as e:
-                raise ConfigError(f"{config.sole_env.use}.oracle on task {task.id!r}: {said_by(e)}") from e
+                raise ConfigError(f"{config.sole_env.shown}.oracle on task {task.id!r}: {said_by(e)}") from e
         messages = list(episode.messages)
         while messages and messages[-1].role != "assistant":  # messages after the last turn are never used
             messages.pop()

@@ -70,5 +70,5 @@ def starting_engine(config: RunConfig) -> str:
     if not engine.on_servers:
         return "loading the engine"
     if server.urls:
-        return f"connecting to {', '.join(server.urls)}"
+        return f"connecting to {', '.join(server.addresses)}"
     return f"starting {server.replicas} {engine.kind} server{'s' if server.replicas != 1 else ''}"

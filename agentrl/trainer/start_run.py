@@ -85,7 +85,7 @@ def start_run(
 
 def _new_name(config: RunConfig) -> str:
     """A name that no run has: the env's, with a number. Makes the folder, so that no other run takes it."""
-    env = next(iter(config.by_env.values())).sole_env.use.rpartition(":")[2]
+    env = next(iter(config.by_env.values())).sole_env.shown.rpartition(":")[2]
     word = re.sub(r"[^a-z0-9]+", "-", env.lower()).strip("-") or "run"
     for number in count(1):
         name = f"{word}-{number}"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.config.address import address_problem
+from agentrl.config.address import address_problem, hide_credentials, without_credentials
 from agentrl.env.adapter import Adapter
 from agentrl.env.compose import ComposedEnv
 from agentrl.env.mcp import McpServer
@@ -47,10 +47,13 @@ class McpEnv(ComposedEnv, Adapter):
         """The server as an entry of `tools`."""
         for key in ("url", "command"):
             if key in cls.options.server:
-                raise ConfigError(f"env.options.server.{key}: the server is {cls.rest!r}, after `mcp:`; remove it")
+                raise ConfigError(
+                    f"env.options.server.{key}: the server is {hide_credentials(cls.rest)!r}, after `mcp:`; "
+                    "remove it"
+                )
         if re.match(r"\w+://", cls.rest):
             if problem := address_problem(cls.rest):
-                raise ConfigError(f"env mcp:{cls.rest}: {problem}")
+                raise ConfigError(f"env mcp:{without_credentials(cls.rest)}: {problem}")
             return {"url": cls.rest, **cls.options.server}
         try:
             return {"command": shlex.split(cls.rest), **cls.options.server}

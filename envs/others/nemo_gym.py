@@ -21,7 +21,7 @@ from typing import TypeAlias, cast
 
 import httpx
 
-from agentrl.config.address import address_problem
+from agentrl.config.address import address_problem, without_credentials
 from agentrl.env.adapter import Adapter
 from agentrl.env.toolenv.declare import reward
 from agentrl.env.toolenv.dispatch import BoundTool
@@ -63,13 +63,15 @@ class NemoGym(ToolEnv, Adapter):
     options: NemoGymOptions
 
     def __init__(self) -> None:
-        self.url = self.rest.rstrip("/")
+        self.url = without_credentials(self.rest.rstrip("/"))
 
     @classmethod
     def check_name(cls) -> None:
         """Raises ConfigError if `rest` is no address."""
         if problem := address_problem(cls.rest):
-            raise ConfigError(f"nemo_gym: url {cls.rest!r}: {problem}; write e.g. nemo_gym:http://127.0.0.1:8000")
+            raise ConfigError(
+                f"nemo_gym: url {without_credentials(cls.rest)!r}: {problem}; write e.g. nemo_gym:http://127.0.0.1:8000"
+            )
         needed_s = cls.options.verify_timeout_s + SPARE_S
         cls.settings = replace(cls.settings, setup_timeout_s=max(cls.settings.setup_timeout_s, needed_s))
 
@@ -87,7 +89,7 @@ class NemoGym(ToolEnv, Adapter):
         self._opening_messages = read_input(responses_create_params, self.task.id)
         local = httpx.URL(self.url).host in ("localhost", "127.0.0.1", "::1")
         self.http = httpx.AsyncClient(
-            base_url=self.url,
+            base_url=self.rest,
             verify=_certificates(),
             trust_env=not local,
             timeout=None,

@@ -125,7 +125,7 @@ class OpenEnv(ToolEnv, Adapter):
             actions = await _list_tools(self.session)
             if not actions:
                 raise InfraError(
-                    f"openenv: {self.server.url}: the server lists no tools for task {self.task.id!r}"
+                    f"openenv: {self.server.address}: the server lists no tools for task {self.task.id!r}"
                 )
             self._tools = {a.name: _ActionTool(self, a) for a in self._only(actions)}
         opening = observed(_object(first.get("observation")), opening=True)
@@ -142,7 +142,9 @@ class OpenEnv(ToolEnv, Adapter):
     def _only(self, actions: Sequence[RemoteAction]) -> Sequence[RemoteAction]:
         names = [action.name for action in actions]
         if actions and (missing := [name for name in self.options.tools if name not in names]):
-            raise ConfigError(f"openenv: {self.server.url} has no tool {missing[0]!r}; it has: {', '.join(names)}")
+            raise ConfigError(
+                f"openenv: {self.server.address} has no tool {missing[0]!r}; it has: {', '.join(names)}"
+            )
         return [action for action in actions if not self.options.tools or action.name in self.options.tools]
 
 
@@ -244,7 +246,7 @@ def _mcp_actions(server: OpenEnvServer) -> Sequence[RemoteAction]:
             await session.open({})
             return await _list_tools(session)
         except ToolError as e:
-            raise InfraError(f"openenv: {server.url}: list_tools: {e}") from None
+            raise InfraError(f"openenv: {server.address}: list_tools: {e}") from None
         finally:
             await session.close()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
 
 import httpx
 
-from agentrl.config.address import address_problem
+from agentrl.config.address import address_problem, hide_credentials, without_credentials
 from agentrl.env.toolenv.observe import ToolError, error_text
 from agentrl.env.toolenv.threads import CallTimeout
 from agentrl.errors import ConfigError, InfraError
@@ -44,9 +44,16 @@ class OpenEnvServer:
     def __post_init__(self) -> None:
         require("openenv", "an OpenEnv server")
         if problem := address_problem(self.base):
-            raise ConfigError(f"openenv: url {self.url!r}: {problem}; write e.g. openenv:http://127.0.0.1:8000")
+            raise ConfigError(
+                f"openenv: url {self.address!r}: {problem}; write e.g. openenv:http://127.0.0.1:8000"
+            )
         if self.api_key_env and not os.environ.get(self.api_key_env):
             raise ConfigError(f"openenv: api_key_env {self.api_key_env}: this environment variable is not set")
+
+    @property
+    def address(self) -> str:
+        """`url` without credentials, for messages and files."""
+        return without_credentials(self.url)
 
     @property
     def base(self) -> str:
@@ -79,7 +86,9 @@ class OpenEnvServer:
                 return None
             return cast(Json, answer.raise_for_status().json())
         except (httpx.HTTPError, ValueError) as e:
-            raise ConfigError(f"openenv: {url}: {error_text(e)}; is an OpenEnv server running there?") from e
+            raise ConfigError(
+                f"openenv: {hide_credentials(f'{url}: {error_text(e)}')}; is an OpenEnv server running there?"
+            ) from e
 
 
 @dataclass(slots=True)
@@ -112,12 +121,13 @@ class OpenEnvSession:
                 await self.close()
                 if loop.time() + wait_s > deadline:
                     raise InfraError(
-                        f"openenv: {self.server.url}: no free session after {self.server.connect_timeout_s:g} s "
-                        f"({e}); raise the server's max_concurrent_envs or lower the run's concurrency"
+                        f"openenv: {self.server.address}: no free session after "
+                        f"{self.server.connect_timeout_s:g} s ({e}); raise the server's max_concurrent_envs or "
+                        "lower the run's concurrency"
                     ) from None
             except (CallTimeout, ToolError) as e:
                 await self.close()
-                raise InfraError(f"openenv: {self.server.url}: reset: {e}") from None
+                raise InfraError(f"openenv: {self.server.address}: reset: {e}") from None
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
             wait_s = min(2.0, 2 * wait_s)
 
@@ -136,7 +146,7 @@ class OpenEnvSession:
                 ping_timeout=None,
             )
         except (OSError, WebSocketException) as e:
-            raise InfraError(f"openenv: {url}: {error_text(e)}") from e
+            raise InfraError(f"openenv: {without_credentials(url)}: {error_text(e)}") from e
 
     async def step(self, action: JsonObject, timeout_s: float | None) -> JsonObject:
         """Take one action; the result has `observation`, `reward` and `done`.
@@ -174,7 +184,7 @@ class OpenEnvSession:
         """Send a message and wait for its answer; see `step` for the errors."""
         async with self._lock:
             if self._socket is None:
-                raise InfraError(f"openenv: {self.server.url}: the session is not open")
+                raise InfraError(f"openenv: {self.server.address}: the session is not open")
             return await self._exchange(self._socket, kind, data, timeout_s)
 
     async def _exchange(
@@ -195,14 +205,14 @@ class OpenEnvSession:
         except TimeoutError:
             raise CallTimeout(f"no result after {timeout_s:g} s") from None
         except (ConnectionClosed, OSError) as e:
-            raise _Lost(f"openenv: {self.server.url}: the connection was lost in {kind}: {e}") from e
+            raise _Lost(f"openenv: {self.server.address}: the connection was lost in {kind}: {e}") from e
 
     def _read(self, answer: str | bytes) -> JsonObject:
         try:
             message = json.loads(answer)
             kind, data = message["type"], message["data"]
         except (ValueError, KeyError, TypeError) as e:
-            raise InfraError(f"openenv: {self.server.url}: not an OpenEnv message: {answer[:200]!r}") from e
+            raise InfraError(f"openenv: {self.server.address}: not an OpenEnv message: {answer[:200]!r}") from e
         if kind != "error":
             return dict(data)
         code = data.get("code", "")
@@ -211,7 +221,7 @@ class OpenEnvSession:
             raise _Full(text)
         if code in _POLICY:
             raise ToolError(text)
-        raise InfraError(f"openenv: {self.server.url}: {code}: {text}")
+        raise InfraError(f"openenv: {self.server.address}: {code}: {text}")
 
     async def close(self) -> None:
         """End the session; idempotent, never raises."""

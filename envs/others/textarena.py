@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from agentrl.config.address import address_problem
+from agentrl.config.address import address_problem, without_credentials
 from agentrl.env.adapter import Adapter
 from agentrl.env.tasks import Split, generated
 from agentrl.env.textenv import TextEnv
@@ -54,7 +54,7 @@ class TextArenaOptions:
         if self.moves and self.opponent != "random":
             raise ConfigError("env.options.moves: give it with `opponent: random`, and only there")
         if self.opponent == "endpoint" and (problem := address_problem(self.url)):
-            raise ConfigError(f"env.options.url {self.url!r}: {problem}")
+            raise ConfigError(f"env.options.url {without_credentials(self.url)!r}: {problem}")
 
 
 class TextArena(TextEnv, Adapter):
@@ -156,7 +156,7 @@ class TextArena(TextEnv, Adapter):
                 model=options.model, messages=[{"role": "user", "content": observation}]
             )
         except openai.OpenAIError as e:
-            raise InfraError(f"the opponent at {options.url} does not answer: {e}") from e
+            raise InfraError(f"the opponent at {without_credentials(options.url)} does not answer: {e}") from e
         finally:
             client.close()
         return answer.choices[0].message.content or ""

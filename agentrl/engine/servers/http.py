@@ -16,6 +16,7 @@ from typing import Any
 import anyio
 import httpx
 
+from agentrl.config.address import without_credentials
 from agentrl.errors import EngineError
 
 SDK_LIMITS = httpx.Limits(max_connections=1000, max_keepalive_connections=100, keepalive_expiry=5.0)
@@ -55,7 +56,7 @@ class ServerRefused(EngineError):
 
 
 class HttpServer:
-    """One server at `url`. Safe to call from many tasks of one event loop."""
+    """One server; `url` is its address without credentials. Safe to call from many tasks of one event loop."""
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
         """Connect lazily.
@@ -64,10 +65,11 @@ class HttpServer:
             url: `http://host:port`.
             timeout_s: default time limit of an answer.
         """
-        self.url = url.rstrip("/")
+        url = url.rstrip("/")
+        self.url = without_credentials(url)
         self._timeout_s = timeout_s
         self._client = httpx.AsyncClient(
-            base_url=self.url,
+            base_url=url,
             timeout=httpx.Timeout(timeout_s, connect=10.0),
             # Servers close idle connections after 5 s; a request sent while one is closing is lost.
             transport=Transport(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentrl.config.address import without_credentials
 from agentrl.engine.servers.client import InferenceServer
 from agentrl.engine.servers.http import ServerRefused
 from agentrl.engine.servers.launch.launcher import ServerProcess
@@ -101,12 +102,13 @@ class GivenHost:
     def __init__(
         self, url: str, connect: Connect, *, start_timeout_s: float, tell: Callable[[str], None] = warnings.warn
     ) -> None:
-        self._url, self._connect, self._start_timeout_s, self._tell = url, connect, start_timeout_s, tell
+        self._url, self._address = url, without_credentials(url)
+        self._connect, self._start_timeout_s, self._tell = connect, start_timeout_s, tell
 
     @property
     def name(self) -> str:
         """Name for messages."""
-        return self._url
+        return self._address
 
     async def start(self) -> InferenceServer:
         """Wait until it responds; see `Host.start`."""
@@ -118,13 +120,14 @@ class GivenHost:
                     if not told and time.monotonic() - started >= SAY_AFTER_S:
                         told = True
                         self._tell(
-                            f"{self._url} does not answer{await _why(self._url)}; waiting for it, at most "
+                            f"{self._address} does not answer{await _why(self._url)}; waiting for it, at most "
                             f"{self._start_timeout_s:g} s (engine.server.start_timeout_s)"
                         )
         except TimeoutError:
             await server.close()
             raise EngineError(
-                f"{self._url} did not answer within {self._start_timeout_s:g} s (engine.server.start_timeout_s)"
+                f"{self._address} did not answer within {self._start_timeout_s:g} s "
+                "(engine.server.start_timeout_s)"
             ) from None
         except BaseException:
             await server.close()
