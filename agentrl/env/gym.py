@@ -21,12 +21,12 @@ from gymnasium.envs.registration import load_env_creator
 
 from agentrl.env.ansi import without_colors
 from agentrl.env.env import DeclaredReward, Env
+from agentrl.env.gym_actions import ActionReader, reader_of
 from agentrl.env.tasks import Split, generated
 from agentrl.env.toolenv.background import background
 from agentrl.env.toolenv.declare import ToolResult
 from agentrl.env.toolenv.dispatch import BoundTool, call_function
 from agentrl.env.toolenv.env import Step, ToolEnv
-from agentrl.env.toolenv.json_schema import InvalidArguments, shorten
 from agentrl.env.toolenv.observe import plain_text
 from agentrl.errors import ConfigError, InfraError
 from agentrl.types import Episode, Message, StopReason, Task, ToolCall, Turn
@@ -250,7 +250,7 @@ class GymnasiumEnv(ToolEnv):
             raise ConfigError(f"gymnasium.make({self.env_id!r}): {e}") from e
 
     def more_tools(self) -> Sequence[BoundTool]:
-        """The only tool, `act`, with an argument derived from the action space."""
+        """The only tool, `act`, with arguments derived from the action space."""
         return [_Act(self)]
 
     def setup(self) -> str:
@@ -308,116 +308,20 @@ class _Act:
 
     def __init__(self, env: GymnasiumEnv) -> None:
         self._env = env
-        schema = env.reader.schema
         self.schema: Mapping[str, object] = {
             "type": "function",
             "function": {
                 "name": "act",
                 "description": "Do one action.",
-                "parameters": {"type": "object", "properties": {"action": schema}, "required": ["action"]},
+                "parameters": env.reader.parameters,
             },
         }
 
     def validate(self, arguments: Mapping[str, object]) -> dict[str, object]:
-        if not isinstance(arguments, Mapping) or "action" not in arguments:
-            raise InvalidArguments("args.action: required")
-        if unknown := [name for name in arguments if name != "action"]:
-            raise InvalidArguments(f"args.{unknown[0]}: unknown argument (known: action)")
-        return {"action": self._env.reader.read(arguments["action"])}
+        return {"action": self._env.reader.arguments(arguments)}
 
     async def call(self, arguments: dict[str, object], timeout_s: float | None) -> object:
         return await call_function(self._env.act, arguments, timeout_s)
-
-
-class ActionReader:
-    """JSON schema of an action space, and the conversion from JSON values to actions."""
-
-    def __init__(self, schema: Mapping[str, object], read: Callable[[object], object]) -> None:
-        self.schema, self.read = schema, read
-
-
-def reader_of(space: spaces.Space[object], names: Sequence[str], env_id: str) -> ActionReader:
-    """Map the actions of `space` to JSON for a language model.
-
-    Raises:
-        ConfigError: the space is not Discrete, MultiDiscrete, MultiBinary, or a Box of at most 16 numbers.
-    """
-    if isinstance(space, spaces.Discrete):
-        return _discrete(space, names, env_id)
-    if names:
-        raise ConfigError(f"{env_id}: `actions` names the actions of a Discrete space, not of {space}")
-    if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
-        return _numbers(
-            "integer", [(int(s), int(s + n - 1)) for s, n in zip(space.start, space.nvec, strict=True)], space
-        )
-    if isinstance(space, spaces.MultiBinary) and len(space.shape) == 1:
-        return _numbers("integer", [(0, 1)] * space.shape[0], space)
-    if isinstance(space, spaces.Box) and 1 <= np.prod(space.shape) <= 16 and len(space.shape) == 1:
-        whole = np.issubdtype(space.dtype, np.integer)
-        # float(str(x)) is 0.9 for the limit 0.9 of float32, which as a number of Python is a little less.
-        bounds: list[tuple[float, float]] = [
-            (int(lo), int(hi)) if whole else (float(str(lo)), float(str(hi)))
-            for lo, hi in zip(space.low, space.high, strict=True)
-        ]
-        return _numbers("integer" if whole else "number", bounds, space)
-    raise ConfigError(f"{env_id}: action space {space} cannot be played through a tool")
-
-
-def _discrete(space: spaces.Discrete, names: Sequence[str], env_id: str) -> ActionReader:
-    start, count = int(space.start), int(space.n)
-    if names and (len(names) != count or len(set(names)) != count):
-        raise ConfigError(f"{env_id}: {count} different action names are needed, got {list(names)}")
-    if names:
-        numbers = {name: start + i for i, name in enumerate(names)}
-
-        def read_name(value: object) -> int:
-            if not isinstance(value, str) or value not in numbers:
-                wanted = " or ".join(repr(n) for n in names)
-                raise InvalidArguments(f"args.action: expected {wanted}, got {shorten(value)}")
-            return numbers[value]
-
-        return ActionReader({"type": "string", "enum": list(names)}, read_name)
-
-    def read_number(value: object) -> int:
-        return int(_number(value, "integer", (start, start + count - 1), "args.action"))
-
-    return ActionReader({"type": "integer", "minimum": start, "maximum": start + count - 1}, read_number)
-
-
-def _numbers(kind: str, bounds: Sequence[tuple[float, float]], space: spaces.Space[object]) -> ActionReader:
-    def part(low: float, high: float) -> dict[str, object]:
-        limits = {"minimum": low, "maximum": high}
-        return {"type": kind} | {k: v for k, v in limits.items() if np.isfinite(v)}
-
-    parts = [part(*b) for b in bounds]
-    items = {"items": parts[0]} if all(p == parts[0] for p in parts) else {"prefixItems": parts}
-    schema = {"type": "array", **items, "minItems": len(parts), "maxItems": len(parts)}
-
-    def read(value: object) -> object:
-        if not isinstance(value, list) or len(value) != len(bounds):
-            raise InvalidArguments(f"args.action: expected array of {len(bounds)} numbers, got {shorten(value)}")
-        checked = [
-            _number(v, kind, b, f"args.action[{i}]") for i, (v, b) in enumerate(zip(value, bounds, strict=True))
-        ]
-        try:
-            with np.errstate(over="ignore"):
-                action = np.asarray(checked, dtype=space.dtype)
-            if np.isfinite(action).all():
-                return action
-        except OverflowError:  # a whole number beyond every float
-            pass
-        raise InvalidArguments(f"args.action: too large for {space.dtype}, got {shorten(value)}")
-
-    return ActionReader(schema, read)
-
-
-def _number(value: object, kind: str, bounds: tuple[float, float], path: str) -> float:
-    wanted = int if kind == "integer" else int | float
-    if isinstance(value, bool) or not isinstance(value, wanted):
-        raise InvalidArguments(f"{path}: expected {kind}, got {shorten(value)}")
-    if not bounds[0] <= value <= bounds[1]:
-        raise InvalidArguments(f"{path}: must be from {bounds[0]:g} to {bounds[1]:g}, got {shorten(value)}")
-    return value
 
 
 def _plain(value: object) -> object:

@@ -10,10 +10,12 @@ from gymnasium.utils.env_checker import check_env
 
 import agentrl.envs
 from agentrl.env.ansi import without_colors
-from agentrl.env.gym import AnyText, GymnasiumEnv, TextGym, read_action, reader_of
+from agentrl.env.gym import AnyText, GymnasiumEnv, TextGym, read_action
+from agentrl.env.gym_actions import reader_of
 from agentrl.env.toolenv.json_schema import InvalidArguments
 from agentrl.envs.calculator import Calculator
 from agentrl.errors import ConfigError, InfraError, RewardError
+from agentrl.testing.env import check_env as check_contract
 from agentrl.testing.policy import ScriptedPolicy, call, play
 from agentrl.types import Message, StopReason, Task
 
@@ -164,9 +166,32 @@ def test_small_spaces_of_every_kind_can_be_named():
         multi.read([1, 3])
 
 
+def test_a_text_that_a_class_of_its_own_checks_may_have_any_character():
+    reader = reader_of(AnyText(5), (), "g")
+    assert reader.schema == {"type": "string", "minLength": 1, "maxLength": 5}
+    assert reader.arguments({"action": "äöü"}) == "äöü"
+
+
+def test_what_its_own_space_refuses_is_the_policys_mistake():
+    class Even(spaces.Discrete):
+        def contains(self, x):
+            return super().contains(x) and x % 2 == 0
+
+    reader = reader_of(Even(5), (), "g")
+    assert reader.arguments({"action": 4}) == 4
+    with pytest.raises(InvalidArguments, match=r"args\.action: not in the action space .*, got 3"):
+        reader.arguments({"action": 3})
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
+        (lambda: reader_of(spaces.Dict({"a": spaces.Sequence(spaces.Discrete(2))}), (), "g"), "cannot be played"),
+        (lambda: reader_of(spaces.Dict({}), (), "g"), "cannot be played"),
+        (
+            lambda: reader_of(spaces.Tuple((spaces.Discrete(2),)), ("a", "b"), "g"),
+            "names the actions of a Discrete",
+        ),
         (lambda: GymnasiumEnv(), "say which game"),
         (lambda: GymnasiumEnv("NoSuchGame-v0"), "gymnasium.make"),
         (lambda: GymnasiumEnv("FrozenLake-v1", actions=("left",)), "4 different action names are needed"),
@@ -240,6 +265,56 @@ async def test_every_game_that_was_made_is_closed():
     for _ in range(5):
         assert GymnasiumEnv("Door-v0").tools
     assert Door.opened == Door.closed > 3
+
+
+class Shop(Door):
+    """Has several parts to an action."""
+
+    action_space = spaces.Dict(
+        {
+            "item": spaces.Text(min_length=2, max_length=5, charset="ab-]"),
+            "where": spaces.Tuple((spaces.Discrete(3, start=1), spaces.MultiBinary(2))),
+            "pay": spaces.Dict({"cash": spaces.Box(0.0, 9.0, (1,), np.float32)}),
+        }
+    )
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        return int(action["where"][1][1]), 1.0, True, False, {}
+
+
+async def test_a_space_of_several_parts_has_an_argument_for_each():
+    gymnasium.register("Shop-v0", Shop)
+    env = GymnasiumEnv("Shop-v0")
+    parameters = env.tools[0]["function"]["parameters"]
+    assert parameters["required"] == ["item", "pay", "where"]
+    assert parameters["properties"]["item"] == {
+        **{"type": "string", "minLength": 2, "maxLength": 5, "pattern": r"^[\-\]ab]*$"}
+    }
+    assert parameters["properties"]["where"]["prefixItems"][0] == {"type": "integer", "minimum": 1, "maximum": 3}
+    good = {"item": "a-b]", "where": [3, [0, 1]], "pay": {"cash": [2.5]}}
+    wrong = {
+        "args.item: must not contain 'c'; it may: '-]ab'": good | {"item": "abc"},
+        "args.item: must have 2 to 5 characters, has 1": good | {"item": "a"},
+        "args.item: expected string, got 3": good | {"item": 3},
+        "args.where: expected array of 2 values, got [3]": good | {"where": [3]},
+        "args.where[0]: must be from 1 to 3, got 0": good | {"where": [0, [0, 1]]},
+        "args.where[1][1]: must be from 0 to 1, got 2": good | {"where": [1, [0, 2]]},
+        "args.pay: expected object, got 1": good | {"pay": 1},
+        "args.pay.cash: required": good | {"pay": {}},
+        "args.action: unknown argument (known: item, pay, where)": good | {"action": 1},
+        "args.item: required": {},
+    }
+    for text, given in wrong.items():
+        with pytest.raises(InvalidArguments) as refused:
+            env.reader.arguments(given)
+        assert str(refused.value) == text
+    policy = ScriptedPolicy([call("act", **wrong["args.pay: expected object, got 1"]), call("act", **good)])
+    episode = await play(env, Task("t"), policy)
+    said = [turn.observation[0].content for turn in episode.turns]
+    assert said == ["Error: invalid arguments: args.pay: expected object, got 1", "1\nThe game is over."]
+    assert episode.reward == 1.0
+    await check_contract(lambda: GymnasiumEnv("Shop-v0"), [Task(f"t{n}", seed=n) for n in range(3)])
 
 
 class Stuck(Door):
