@@ -5,13 +5,14 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import TemplateError
 
 if TYPE_CHECKING:
+    import jinja2.nodes
     from jinja2.environment import Template
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -76,14 +77,85 @@ def compile_template(source: str) -> Callable[..., str]:
 
 @lru_cache(maxsize=32)
 def variables_of(source: str) -> frozenset[str]:
-    """Return the variables that a template reads but does not set; empty if it is not valid Jinja."""
+    """Return the variables that a template reads, other than those it has always set before; empty if it is not
+    valid Jinja."""
     import jinja2
     from jinja2.meta import find_undeclared_variables
 
     try:
-        return frozenset(find_undeclared_variables(_environment().parse(source)))
+        parsed = _environment().parse(source)
+        read: set[str] = set()
+        _follow([parsed], set(), read)
+        return frozenset(find_undeclared_variables(parsed)) & read
     except jinja2.TemplateError:
         return frozenset()
+
+
+@lru_cache(maxsize=32)
+def assigned_by(source: str) -> frozenset[str]:
+    """Return the variables that a template sets somewhere; empty if it is not valid Jinja."""
+    import jinja2
+
+    try:
+        return _targets(_environment().parse(source))
+    except jinja2.TemplateError:
+        return frozenset()
+
+
+def _targets(node: jinja2.nodes.Node) -> frozenset[str]:
+    from jinja2 import nodes
+
+    names = [node] if isinstance(node, nodes.Name) else node.find_all(nodes.Name)
+    return frozenset(name.name for name in names if name.ctx != "load")
+
+
+_VALUES = ("values", "defaults", "call")
+"""Fields of `with`, `macro` and `call` that are evaluated before their parameters are set."""
+
+
+def _follow(statements: Iterable[jinja2.nodes.Node], assigned: set[str], read: set[str]) -> None:
+    """Follow statements on every path.
+
+    Args:
+        assigned: variables that are set by now; those that are set afterwards in any case are added.
+        read: gets the variables that are read while they may not be set. jinja2.meta reports more: to it, an
+            `if` with an `else` never sets a variable for certain.
+    """
+    from jinja2 import nodes
+
+    for node in statements:
+        if isinstance(node, nodes.If):
+            _follow([node.test], assigned, read)
+            then, otherwise = set(assigned), set(assigned)
+            _follow(node.body, then, read)
+            if node.elif_:  # an `if` in the `else`
+                first, *others = node.elif_
+                _follow([nodes.If(first.test, first.body, others, node.else_)], otherwise, read)
+            else:
+                _follow(node.else_, otherwise, read)
+            assigned |= then & otherwise
+        elif isinstance(node, nodes.Assign):
+            _follow([node.node], assigned, read)
+            assigned |= _targets(node.target)
+        elif isinstance(node, nodes.AssignBlock):
+            _follow([*node.body, *([node.filter] if node.filter else [])], set(assigned), read)
+            assigned |= _targets(node.target)
+        elif isinstance(node, nodes.For):
+            _follow([node.iter], assigned, read)
+            inside = assigned | _targets(node.target) | {"loop"}
+            _follow([*([node.test] if node.test else []), *node.body], inside, read)
+            _follow(node.else_, set(assigned), read)
+        elif isinstance(node, nodes.Name):
+            if node.ctx != "load":
+                assigned.add(node.name)
+            elif node.name not in assigned:
+                read.add(node.name)
+        else:  # what a block other than an `if` sets is gone after it
+            inside = set(assigned) if hasattr(node, "body") else assigned
+            _follow(node.iter_child_nodes(only=_VALUES), inside, read)
+            _follow(node.iter_child_nodes(exclude=_VALUES), inside, read)
+            if isinstance(node, nodes.Macro):
+                assigned.add(node.name)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

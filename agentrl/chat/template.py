@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from agentrl.chat.jinja import Fixed, compile_template, variables_of
+from agentrl.chat.jinja import Fixed, assigned_by, compile_template, variables_of
 from agentrl.chat.memo import Memo
 from agentrl.chat.model_folder import CHATML_TEMPLATE, eos_ids, is_one_of_two, template_source
 from agentrl.chat.parsers import Parsed, Parser, choose_parser
@@ -569,6 +569,11 @@ def _known_variables(template: str, variables: Mapping[str, object], special: Ma
     for name in variables:
         if name in _OURS or name in special:
             raise ConfigError(f"model.template_options.{name}: is set by the renderer; remove it")
+        if name not in reads and name in assigned_by(template):
+            raise ConfigError(
+                f"model.template_options.{name}: has no effect, because the chat template sets this variable "
+                "before it reads it; remove it"
+            )
         if name not in reads:
             known = sorted(reads - _OURS - set(special))
             hint = did_you_mean(name, known, otherwise=f"it reads {', '.join(known) or 'none'}")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.chat.demonstrate import completion_of, imitate, with_ids
+from agentrl.chat.jinja import compile_template, variables_of
 from agentrl.chat.proof import prove
 from agentrl.chat.roundtrip import TOOL
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
@@ -124,6 +125,46 @@ def test_python_words_are_values_where_the_schema_says_so(tmp_path: Path):
     text += "<parameter=since>\nNone\n</parameter>\n</function>\n</tool_call>"
     [call] = renderer.parser.parse(text, tools=[TOOL]).calls
     assert call.arguments == {"query": "True", "exact": False, "since": None}
+
+
+@pytest.mark.parametrize(
+    ("source", "read"),
+    [
+        ("{% set x = 1 %}{{ x }}", False),
+        ("{% if a %}{% set x = 1 %}{% else %}{% set x = 2 %}{% endif %}{{ x }}", False),
+        ("{% if a %}{% set x = 1 %}{% elif b %}{% set x = 2 %}{% else %}{% set x = 3 %}{% endif %}{{ x }}", False),
+        ("{% if a %}{% set x = 1 %}{% elif b %}{% set x = 2 %}{% endif %}{{ x }}", True),
+        ("{% if a %}{% set x = 1 %}{% elif x %}{% set x = 2 %}{% else %}{% set x = 3 %}{% endif %}{{ x }}", True),
+        ("{% if x is not defined %}{% set x = 1 %}{% else %}{% endif %}{{ x }}", True),
+        ("{% set x = x or 2 %}{{ x }}", True),
+        ("{{ x }}{% set x = 2 %}", True),
+        (
+            "{% for m in 'ab' %}{% if a %}{% set x = 1 %}{% else %}{% set x = 2 %}{% endif %}{{ x }}{% endfor %}",
+            False,
+        ),
+        ("{% for m in 'ab' %}{% set x = 1 %}{% endfor %}{{ x }}", True),
+        ("{% for x in 'ab' %}{{ x }}{% else %}{{ x }}{% endfor %}{{ x }}", True),
+        ("{% for m in 'ab' if x %}{{ m }}{% endfor %}", True),
+        ("{% with x = x %}{{ x }}{% endwith %}", True),
+        ("{% with x = 3 %}{{ x }}{% endwith %}", False),
+        ("{% macro f(x, y=x) %}{{ x }}{% endmacro %}{{ f(1) }}", False),
+        ("{% macro f(y) %}{{ x }}{% endmacro %}{{ f(1) }}", True),
+        ("{% generation %}{% set x = 1 %}{% endgeneration %}{{ x }}", True),
+        ("{% set y, x = 1, 2 %}{{ x }}", False),
+    ],
+)
+def test_a_variable_is_read_if_it_changes_what_the_template_writes(source: str, read: bool):
+    assert ("x" in variables_of(source)) is read
+    render = compile_template(source)
+    changed = [render(**given) != render(**given, x=7) for given in ({}, {"a": 1}, {"b": 1})]
+    assert any(changed) is read
+
+
+def test_a_variable_that_the_template_sets_itself_is_refused(tmp_path: Path):
+    head = "{% if messages %}{% set motto = 'a' %}{% else %}{% set motto = 'b' %}{% endif %}{{ motto }}"
+    folder = build(tmp_path, head + CHATML_TEMPLATE)
+    with pytest.raises(ConfigError, match=r"template_options\.motto: has no effect, .* sets this variable before"):
+        Renderer.from_directory(folder, variables={"motto": "c"})
 
 
 def test_a_variable_that_the_template_never_reads_is_refused(tmp_path: Path):
