@@ -30,16 +30,24 @@ from starlette.types import ASGIApp
 from agentrl.agents.recorder import EpisodeRecording, Recorder, no_episode
 from agentrl.chat.messages import write_message
 from agentrl.env.solved import BY_NAME
+from agentrl.env.toolenv.observe import error_text
 from agentrl.errors import ConfigError
 from agentrl.run_folder.files import write_atomic
-from agentrl.run_folder.records import EpisodeRecord, compress, decode, encode, episodes_file
+from agentrl.run_folder.records import (
+    PARTIAL_FILE,
+    EpisodeRecord,
+    compress,
+    decode,
+    encode,
+    episodes_file,
+    whole_lines,
+)
 from agentrl.run_folder.store import lock_folder
 from agentrl.serve.api_errors import ApiError, from_validation
 from agentrl.serve.browsers import BrowserGuard
 from agentrl.serve.endpoint import ApiKeyGuard, Settings, error_response, keys_in, with_errors
 from agentrl.types import Episode, StopReason, Task
 
-PARTIAL_FILE = "episodes/partial.jsonl"
 MAX_BODY_BYTES = 4 << 20
 
 
@@ -206,7 +214,7 @@ class RecordFolder:
         recording = one.recording
         recording.seal()
         turns = recording.turns(one.began)
-        error = end.error or recording.trouble or (None if turns else "it has no completions")
+        error = end.error or _failure(recording) or (None if turns else "it has no completions")
         ended = StopReason.TERMINATED if turns and turns[-1].message.tool_calls else StopReason.ANSWERED
         if turns and turns[-1].finish == "length":
             ended = StopReason.MAX_TOKENS
@@ -251,17 +259,20 @@ class RecordFolder:
 
     def _records(self) -> Iterator[EpisodeRecord]:
         """All stored episodes; an incomplete line left by a killed server is skipped."""
-        if not self._partial.is_file():
-            return
-        for line in self._partial.read_bytes().splitlines():
-            with contextlib.suppress(ValidationError):
-                yield decode(line)
+        return map(decode, whole_lines(self._partial))
 
     def _end_torn_line(self) -> None:
         """Start a new line, so that an incomplete line before it does not corrupt the next record."""
         if self._partial.is_file() and not self._partial.read_bytes().endswith(b"\n"):
             with self._partial.open("ab") as file:
                 file.write(b"\n")
+
+
+def _failure(recording: EpisodeRecording) -> str | None:
+    """What kept a request from being answered that is not the agent's fault."""
+    if recording.bug is not None:
+        return f"a bug in agentrl: {error_text(recording.bug)}"
+    return recording.trouble
 
 
 def _parts(end: EndRequest) -> Mapping[str, float]:

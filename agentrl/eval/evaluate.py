@@ -50,14 +50,13 @@ from agentrl.rollout.renderer import check_renderer, load_renderer, require_temp
 from agentrl.rollout.task_tools import task_tools
 from agentrl.run_folder.checkpoints import MANIFEST
 from agentrl.run_folder.files import MAX_BYTES, read_bounded
-from agentrl.run_folder.records import EpisodeRecord, bounded_lines, decode, encode
+from agentrl.run_folder.records import PARTIAL_FILE, EpisodeRecord, bounded_lines, decode, encode
 from agentrl.run_folder.store import RunStore
 from agentrl.sandbox import close_pools
 from agentrl.types import EVERY_TOKEN, Episode, Filters, Task
 
 SPEC_FILE = "eval.json"
 """File in an evaluation folder with its settings."""
-PARTIAL_FILE = "episodes/partial.jsonl"
 OWN_FIELDS = frozenset(
     {"max_completion_tokens", "max_tokens", "messages", "model", "n", "stream", "temperature", "tools"}
 )

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from agentrl.clean import clean_text, first_reason
 from agentrl.errors import CheckpointError
-from agentrl.run_folder.files import decompressed, open_regular
+from agentrl.run_folder.files import MAX_BYTES, decompressed, open_regular
 from agentrl.types import Episode
 
 
@@ -157,6 +157,27 @@ def episodes_file(run: Path, step: int) -> Path:
     return run / "episodes" / f"step-{step:06d}.jsonl.zst"
 
 
+PARTIAL_FILE = "episodes/partial.jsonl"
+"""Episodes that are written one by one, by a recording of external agents or an evaluation in progress."""
+
+
+def recorded_file(run: Path, step: int) -> Path:
+    """The file to read the episodes of a step from: `episodes_file`, but of a recording whose server still runs or
+    was killed, the lines that it has written."""
+    partial = None if step else unfinished_recording(run)
+    return partial or episodes_file(run, step)
+
+
+def unfinished_recording(run: Path) -> Path | None:
+    """The lines of a recording of external agents, if its episodes file lacks some of them."""
+    partial, whole = run / PARTIAL_FILE, episodes_file(run, 0)
+    if (run / "config.yaml").exists() or not partial.is_file():  # an evaluation has a configuration
+        return None
+    with contextlib.suppress(FileNotFoundError):
+        return partial if partial.stat().st_mtime_ns > whole.stat().st_mtime_ns else None
+    return partial
+
+
 _EPISODES = re.compile(r"step-([0-9]{6,18})\.jsonl\.zst")
 
 
@@ -166,6 +187,8 @@ def recorded_steps(run: Path) -> list[int]:
     for path in (run / "episodes").glob("step-*.jsonl.zst"):
         if named := _EPISODES.fullmatch(path.name):
             steps.append(int(named[1]))
+    if 0 not in steps and unfinished_recording(run) is not None:
+        steps.append(0)
     return sorted(steps)
 
 
@@ -186,7 +209,7 @@ def iter_records(run: Path, step: int) -> Iterator[EpisodeRecord]:
         try:
             yield decode(line)
         except ValidationError as e:
-            where = f"{episodes_file(run, step)}:{num_read + 1}"
+            where = f"{recorded_file(run, step)}:{num_read + 1}"
             raise CheckpointError(f"{where}: damaged after {num_read} episodes: {first_reason(e)}") from None
 
 
@@ -196,10 +219,10 @@ def episode_lines(run: Path, step: int) -> Iterator[bytes]:
     Raises:
         CheckpointError: the run has no episodes of this step, or the file is damaged.
     """
-    path = episodes_file(run, step)
+    path = recorded_file(run, step)
     num_read = 0
     try:
-        for line in _lines(path):
+        for line in _lines(path) if path.suffix == ".zst" else whole_lines(path):
             yield line
             num_read += 1
     except FileNotFoundError:
@@ -209,6 +232,14 @@ def episode_lines(run: Path, step: int) -> Iterator[bytes]:
     except (zstandard.ZstdError, MemoryError, EOFError, RecursionError) as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
         raise CheckpointError(f"{path}:{num_read + 1}: damaged after {num_read} episodes: {reason}") from e
+
+
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file of records that are records; others were cut when their writer was killed."""
+    for line in bounded_lines(path, MAX_BYTES):
+        with contextlib.suppress(ValidationError, RecursionError):
+            decode(line)
+            yield line.removesuffix(b"\n")
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -29,10 +29,11 @@ from agentrl.run_folder.files import open_regular, read_bounded
 from agentrl.run_folder.history import Lineage, read_history, read_lineage
 from agentrl.run_folder.records import (
     LATE,
+    PARTIAL_FILE,
     bounded_lines,
     episode_lines,
-    episodes_file,
     parse_metrics,
+    recorded_file,
     recorded_steps,
 )
 
@@ -47,8 +48,9 @@ QUIET_S = 600.0
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder holds a run."""
-    return (path / "config.yaml").is_file() and (path / "episodes").is_dir()
+    """Whether a folder holds a run, or a recording of external agents."""
+    run = (path / "config.yaml").is_file() and (path / "episodes").is_dir()
+    return run or (path / PARTIAL_FILE).is_file()
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
@@ -219,13 +221,13 @@ class RunReader:
     @property
     def updated(self) -> float:
         """When a file of the run changed last."""
-        files = ("metrics.jsonl", "events.log", "summary.json", "config.yaml")
+        files = ("metrics.jsonl", "events.log", "summary.json", "config.yaml", PARTIAL_FILE)
         return max(stamp(self.path / name)[1] / 1e9 for name in files)
 
     @property
     def state(self) -> tuple[tuple[int, int], ...]:
         """Changes whenever the run has something new to show."""
-        files = ("metrics.jsonl", "events.log", "summary.json", "episodes", tags.FILE)
+        files = ("metrics.jsonl", "events.log", "summary.json", "episodes", PARTIAL_FILE, tags.FILE)
         return tuple(stamp(self.path / name) for name in files)
 
     @property
@@ -264,9 +266,9 @@ class RunReader:
             try:
                 record = from_json(line)
             except ValueError as e:
-                raise CheckpointError(f"{episodes_file(self.path, step)}: a damaged record: {e}") from None
+                raise CheckpointError(f"{recorded_file(self.path, step)}: a damaged record: {e}") from None
             if not isinstance(record, dict) or not isinstance(record.get("episode"), dict):
-                raise CheckpointError(f"{episodes_file(self.path, step)}: a line is not an episode")
+                raise CheckpointError(f"{recorded_file(self.path, step)}: a line is not an episode")
             yield record
 
 
@@ -279,7 +281,7 @@ class RecordCache:
 
     def lines(self, run: RunReader, step: int) -> list[bytes]:
         """The lines of a step. Raises CheckpointError as `RunReader.records`."""
-        now, key = stamp(episodes_file(run.path, step)), (run.path, step)
+        now, key = stamp(recorded_file(run.path, step)), (run.path, step)
         with self._lock:
             if (kept := self._kept.get(key)) is not None and kept[0] == now:
                 self._kept.move_to_end(key)
@@ -298,7 +300,7 @@ class RecordCache:
         try:
             return [record for line in self.lines(run, step) if isinstance(record := from_json(line), dict)]
         except ValueError as e:
-            raise CheckpointError(f"{episodes_file(run.path, step)}: a damaged record: {e}") from None
+            raise CheckpointError(f"{recorded_file(run.path, step)}: a damaged record: {e}") from None
 
     def record(self, run: RunReader, step: int, episode: str) -> Json | None:
         """One record by the id of its episode; the last where several have it."""

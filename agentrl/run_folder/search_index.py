@@ -24,7 +24,7 @@ import regex
 from pydantic_core import from_json
 
 from agentrl.errors import CheckpointError, ConfigError
-from agentrl.run_folder.records import episode_lines, episodes_file, recorded_steps
+from agentrl.run_folder.records import episode_lines, recorded_file, recorded_steps
 from agentrl.run_folder.tags import read_tags
 
 T = TypeVar("T")
@@ -239,7 +239,7 @@ class Index:
                     _forget(db, known[step][0])
                 for step in there:
                     try:
-                        stat = episodes_file(run, step).stat()
+                        stat = recorded_file(run, step).stat()
                     except OSError:
                         continue
                     if step in known:

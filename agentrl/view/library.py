@@ -13,7 +13,7 @@ from agentrl.doctor.examine import findings
 from agentrl.doctor.finding import Finding
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.run_folder.env_views import VIEWS
-from agentrl.run_folder.records import episodes_file, iter_records
+from agentrl.run_folder.records import iter_records, recorded_file
 from agentrl.run_folder.run_reader import Json, RecordCache, RunReader, find_runs, stamp
 from agentrl.run_folder.search_index import Index, Query, open_index
 from agentrl.run_folder.token_records import NOTHING_RECORDED, read_tokens
@@ -106,7 +106,7 @@ class Library:
     def step(self, id: str, step: int) -> Json:
         """The matrix of a step. Raises NotFoundError."""
         reader = self.run(id)
-        state = (reader.state, stamp(episodes_file(reader.path, step)))
+        state = (reader.state, stamp(recorded_file(reader.path, step)))
         with self._lock:
             kept = self._steps.get((id, step))
         if kept is None or kept[0] != state:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
-from collections.abc import AsyncIterator
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from resource import RLIMIT_FSIZE, getrlimit, setrlimit
@@ -12,30 +15,36 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, InternalServerError
+from typer.testing import CliRunner
 
-from agentrl.agents.external import PARTIAL_FILE, RecordFolder
+from agentrl.agents.external import RecordFolder
 from agentrl.agents.recorder import Recorder
 from agentrl.chat.template import Renderer
+from agentrl.cli.app import app
 from agentrl.errors import ConfigError
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.limits import EpisodeLimits
-from agentrl.run_folder.records import read_episodes, read_records
+from agentrl.run_folder.records import PARTIAL_FILE, read_episodes, read_records, recorded_steps
+from agentrl.run_folder.search_index import Query
 from agentrl.serve.listen import running
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import say
+from agentrl.view.library import Library
 
 USER: Any = {"role": "user", "content": "1+2?"}
 
 
 @asynccontextmanager
-async def server(folder: Path, *, api_key: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
+async def server(
+    folder: Path, *, api_key: str | None = None, answer: Callable[[Any], Any] = lambda turn: say("3")
+) -> AsyncIterator[httpx.AsyncClient]:
     tokenizer = folder.parent / "tokenizer"
     if not tokenizer.is_dir():
         tokenizer.mkdir()
         make_tokenizer(tokenizer, ["Use the calculator, then answer. "] * 4, vocab=330, max_context=2048)
     renderer = Renderer.from_directory(tokenizer)
-    engine = ScriptedEngine(renderer, lambda turn: say("3"))
+    engine = ScriptedEngine(renderer, answer)
     episodes = RecordFolder(Recorder(engine, renderer, EpisodeLimits()), folder, api_key=api_key, temperature=1.0)
     async with running(episodes.app()) as address, httpx.AsyncClient(base_url=address) as http:
         yield http
@@ -114,6 +123,63 @@ async def test_a_line_that_a_killed_server_left_torn_takes_no_other_along(tmp_pa
             with (tmp_path / "r" / PARTIAL_FILE).open("ab") as file:
                 file.write(b'{"step":0,"gro')
     assert [e.task.id for e in read_episodes(tmp_path / "r", 0)] == ["a", "b"]
+
+
+async def record_and_die(folder: Path) -> None:
+    """Record two episodes, leave a third open, and be killed."""
+    async with server(folder) as http:
+        for task in ("b", "c"):
+            one = await begin(http, task={"id": task})
+            await ask(one)
+            await http.post(f"/episodes/{one['id']}/end", headers=key(one), json={"reward": 1.0})
+        await ask(await begin(http, task={"id": "open"}))
+        with (folder / PARTIAL_FILE).open("ab") as file:
+            file.write(b'{"step":0,"gro')
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+async def test_the_recording_of_a_killed_server_can_be_read(tmp_path: Path, earlier: bool):
+    folder = tmp_path / "recordings" / "r"
+    folder.parent.mkdir()
+    if earlier:
+        await served_once(folder, "a")
+    run = [sys.executable, "-c", f"from {__name__} import *; asyncio.run(record_and_die(Path('r')))"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    died = await asyncio.to_thread(subprocess.run, run, cwd=folder.parent, env=environment)
+    assert died.returncode == -signal.SIGKILL
+    tasks = ["a", "b", "c"] if earlier else ["b", "c"]
+    assert recorded_steps(folder) == [0]
+    assert [e.task.id for e in read_episodes(folder, 0)] == tasks
+    shown = CliRunner().invoke(app, ["show", str(folder)])
+    assert f"step 0: {len(tasks)} episodes" in shown.output
+    library = Library([folder.parent], index=tmp_path / "index")
+    assert [group["task"] for group in library.step("r", 0)["groups"]] == tasks
+    assert library.search(Query("1+2"))["total"] == len(tasks)
+    await served_once(folder, "d")
+    assert [group["task"] for group in library.step("r", 0)["groups"]] == [*tasks, "d"]
+    assert library.search(Query("1+2"))["total"] == len(tasks) + 1
+
+
+async def test_an_episode_that_met_a_bug_of_ours_has_no_reward(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    answers = iter([say("3")])
+
+    def answer(turn: object) -> Any:
+        try:
+            return next(answers)
+        except StopIteration:
+            raise RuntimeError("ours") from None
+
+    async with server(tmp_path / "r", answer=answer) as http:
+        one = await begin(http)
+        assert await ask(one) == "3"
+        with pytest.raises(InternalServerError):
+            await ask(one)
+        ended = await http.post(f"/episodes/{one['id']}/end", headers=key(one), json={"reward": 1.0})
+    caplog.clear()
+    assert ended.json()["error"] == "a bug in agentrl: RuntimeError: ours"
+    (episode,) = read_episodes(tmp_path / "r", 0)
+    assert (episode.reward, episode.rewards, episode.solved) == (None, {}, None)
 
 
 async def test_an_episode_that_cannot_be_written_is_still_there(tmp_path: Path):
