@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
+from agentrl.clean import first_reason
 from agentrl.config.changes import Change, changes_of
 from agentrl.config.load import load_config
 from agentrl.config.run import RunConfig
 from agentrl.env.tasks import is_generated
-from agentrl.errors import ConfigError
+from agentrl.errors import CheckpointError, ConfigError
 from agentrl.rollout.code_record import CodeRecord, code_changes, code_of, row_changes
 from agentrl.rollout.content import Content
 from agentrl.run_folder.checkpoints import steps_saved
@@ -67,7 +70,17 @@ def check_code(config: RunConfig, content: Content, store: RunStore, *, accept: 
     expected = any(c.kind != "free" and c.key.partition(".")[0] in ("env", "envs", "data") for c in settings)
     other_eval = any("eval" in c.key.split(".") for c in settings)
     splits = ("train",) if other_eval and not expected else ("train", "held_out")
-    code, rows = _compared(store.path, step, new, tasks, splits) if step else ([], [])
+    code = _code_changes(store.path, step, new) if step else []
+    try:
+        rows = row_changes(_read_digests(store.path / TASKS_FILE), json.loads(tasks), splits) if step else []
+    except CheckpointError as e:
+        if not (accept or expected):
+            copy = store.path / "checkpoints" / f"step-{step}" / TASKS_FILE
+            raise CheckpointError(
+                f"{e}; without the digests in it, nobody knows whether the tasks changed since step {step}: "
+                f"replace it with {copy}, or confirm with --accept-code that they did not"
+            ) from None
+        rows = [f"the tasks may differ: {e}"]
     if (code or (rows and not expected)) and not accept:
         listed = "\n    ".join([*code, *rows])
         raise ConfigError(
@@ -77,18 +90,15 @@ def check_code(config: RunConfig, content: Content, store: RunStore, *, accept: 
     return CheckedCode([*code, *rows], new, tasks, step, _copied=bool(step and not code))
 
 
-def _compared(
-    run: Path, step: int, new: CodeRecord, tasks: bytes, splits: Sequence[str]
-) -> tuple[list[str], list[str]]:
-    """What differs from the newest checkpoint: code, and tasks of these splits.
+def _code_changes(run: Path, step: int, new: CodeRecord) -> list[str]:
+    """The code that differs from the newest checkpoint.
 
-    Code does not count where the checkpoint has no record of it, or where it was accepted since, by a run that
+    It does not count where the checkpoint has no record of it, or where it was accepted since, by a run that
     ended before it saved.
     """
     old = CodeRecord.read(run / "checkpoints" / f"step-{step}" / CODE_FILE)
     accepted = CodeRecord.read(run / CODE_FILE)
-    code = [] if old is None or accepted == CodeRecord(new.files) else code_changes(old, new)
-    return code, row_changes(_read_digests(run / TASKS_FILE), json.loads(tasks), splits)
+    return [] if old is None or accepted == CodeRecord(new.files) else code_changes(old, new)
 
 
 def _changed_settings(run: Path, step: int, config: RunConfig) -> Sequence[Change]:
@@ -134,8 +144,13 @@ def _recorded(tasks: Sequence[Task]) -> Iterator[Task]:
 
 
 def _read_digests(path: Path) -> Mapping[str, Sequence[str]]:
+    """The digests of each split. Raises CheckpointError if the file is missing or damaged."""
     try:
-        data = json.loads(read_bounded(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return data if isinstance(data, dict) else {}
+        return _DIGESTS.validate_json(read_bounded(path))
+    except OSError as e:
+        raise CheckpointError(f"{path}: cannot be read: {e.strerror}") from None
+    except ValidationError as e:
+        raise CheckpointError(f"{path}: damaged: {first_reason(e)}") from None
+
+
+_DIGESTS: TypeAdapter[dict[str, list[str]]] = TypeAdapter(dict[str, list[str]])

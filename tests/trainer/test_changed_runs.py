@@ -264,6 +264,31 @@ def test_a_change_that_is_refused_leaves_no_trace():
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"train": ["0', "damaged: Invalid JSON: EOF while parsing a string"),
+        ('{"train": 5}', "damaged: train: Input should be a valid array"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_digests_of_tasks_that_cannot_be_read_are_named(content: str | None, said: str):
+    run(settings(), "r")
+    digests = Path("r/tasks.json")
+    before = digests.read_bytes()
+    digests.unlink()
+    if content is not None:
+        digests.write_text(content)
+    with pytest.raises(
+        CheckpointError, match=rf"r/tasks\.json: {said}.*replace it with .*step-2/tasks\.json"
+    ) as e:
+        run(settings(steps=3), "r")
+    assert "train tasks" not in str(e.value)
+    run(settings(steps=3), "r", accept_code=True)
+    assert digests.read_bytes() == before
+    assert f"tasks.json: {said}" in str(read_history(Path("r"))[-1]["changes"])
+
+
 def test_tasks_that_changed_with_their_settings_need_no_confirmation():
     run(settings(), "r")
     assert run(settings(steps=3, data={"options": {"size": 15}}), "r").finished
