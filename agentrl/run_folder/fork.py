@@ -73,7 +73,7 @@ def fork_run(config: RunConfig, source: str, *, run_dir: Path | None = None, wei
             and the cold start of the configuration then do not apply.
 
     Raises:
-        ConfigError: a fixed key differs, or the folder holds something else.
+        ConfigError: a fixed key differs, or the folder holds something else or lies in that of the other run.
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
     for _ in range(1 if _parts(source)[1] else TRIES):
@@ -82,6 +82,11 @@ def fork_run(config: RunConfig, source: str, *, run_dir: Path | None = None, wei
         lineage = Lineage(os.path.abspath(parent), step, weights_only)
         if (target / "config.yaml").is_file() and _is_that_fork(read_lineage(target), lineage, source):
             return target
+        if target.resolve().is_relative_to(parent.resolve()):
+            raise ConfigError(
+                f"{target}: lies in the folder of the run that is forked, {parent}; give a folder outside of it "
+                "with --run-dir, or another `name` (--set name=...)"
+            )
         if other := next((child.name for child in _listed(target) if child.name != LOCK), None):
             raise ConfigError(
                 f"{target}: holds another run, or other files ({other[:80]}); give the fork another `name` "

@@ -443,6 +443,13 @@ def test_forks_that_make_no_sense_are_refused():
     Path("runs/taken/notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="holds another run"):
         fork_run(settings(name="taken"), "runs/letters@1")
+    Path("linked").symlink_to("runs/letters")
+    for inside in (Path("runs/letters/forks/new"), Path("linked/new"), Path("runs/letters")):
+        for weights_only in (False, True):
+            with pytest.raises(ConfigError, match=r"lies in the folder of the run that is forked, runs/letters"):
+                fork_run(settings(), "runs/letters@1", run_dir=inside, weights_only=weights_only)
+    assert not Path("runs/letters/forks").exists()
+    assert fork_run(settings(), "runs/letters@1", run_dir=Path("runs/letters-2")).is_dir()
     result = CliRunner().invoke(app, ["train", "x.yaml", "--weights-only"])
     assert result.exit_code != 0
 
