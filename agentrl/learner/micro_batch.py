@@ -76,7 +76,9 @@ def lr_factor(optim: OptimConfig, step: int, total_steps: int) -> float:
     rise = optim.warmup_of(total_steps)
     if optim.schedule == "constant" or step < rise:
         return min(1.0, (step + 1) / max(1, rise))
-    done = (step - rise) / max(1, total_steps - 1 - rise)
+    last = total_steps - 1
+    top = rise if rise < last else max(0, rise - 1)  # a last step after the warmup falls from the warmup's last
+    done = (step - top) / max(1, last - top)
     fall = done if optim.schedule == "linear" else (1 - math.cos(math.pi * done)) / 2
     return 1 - 0.9 * fall
 

@@ -83,6 +83,21 @@ def test_warmup_as_a_share_of_the_steps():
     assert lr_factor(OptimConfig(warmup_ratio=0.0), 0, 10) == 1.0
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 2), (1, 2), (1, 3), (5, 6), (5, 7), (5, 40), (39, 40)])
+def test_a_decaying_rate_reaches_its_peak_and_ends_at_a_tenth(schedule: Any, warmup: int, steps: int):
+    rates = [lr_factor(OptimConfig(warmup_steps=warmup, schedule=schedule), n, steps) for n in range(steps)]
+    assert max(rates) == 1.0
+    assert rates[-1] == pytest.approx(0.1)
+    top = rates.index(1.0)
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+
+
+def test_a_single_step_is_at_the_peak():
+    assert lr_factor(OptimConfig(warmup_steps=0, schedule="linear"), 0, 1) == 1.0
+
+
 @pytest.mark.parametrize(
     ("algorithm", "staleness", "wanted"),
     [
@@ -135,6 +150,10 @@ def test_heads_of_a_tiny_model_must_fit(sizes: dict[str, int], said: str):
         (
             {"optim": {"schedule": "linear", "warmup_ratio": 1.0}},
             "linear has no effect: optim.warmup_ratio 1 ",
+        ),
+        (
+            {"optim": {"schedule": "cosine", "warmup_steps": 20}, "steps": 20},
+            "cosine has no effect: optim.warmup_steps 20 ",
         ),
     ],
 )
