@@ -7,6 +7,7 @@ unknown model, a parameter that the model refuses) is for the user to fix: a `Co
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 from agentrl.chat.messages import MessageFormatError, read_message, write_message
 from agentrl.config.address import address_problem, without_credentials
 from agentrl.errors import ConfigError, EngineError
+from agentrl.retry_after import retry_after
 from agentrl.types import Message
 
 Tools = Sequence[Mapping[str, object]]
@@ -62,6 +64,10 @@ class Endpoint:
         if not os.environ.get(self.api_key_env):
             raise ConfigError(f"--api-key-env {self.api_key_env}: this environment variable is not set")
         return os.environ[self.api_key_env]
+
+
+SDK_LONGEST_S = 120.0
+"""The official client gives up if a server asks it to wait longer."""
 
 
 class ContextFullError(Exception):
@@ -124,7 +130,7 @@ class ChatClient:
         extra = dict(self.endpoint.request)
         began = time.monotonic()
         try:
-            answer = await self._client.chat.completions.create(**body, extra_body=extra or None)
+            answer = await self._create(body | {"extra_body": extra or None})
         except openai.APIStatusError as e:
             if self._limit_field == "max_tokens" and "max_completion_tokens" in str(e):
                 self._limit_field = "max_completion_tokens"
@@ -135,6 +141,20 @@ class ChatClient:
         except (openai.OpenAIError, ValueError) as e:
             raise EngineError(f"{self.endpoint.address}: {type(e).__name__}: {e}") from e
         return self._read(answer, time.monotonic() - began)
+
+    async def _create(self, body: Mapping[str, Any]) -> Any:
+        """Send a request; the client library does not wait longer than two minutes."""
+        import openai
+
+        for retries in reversed(range(self.endpoint.retries + 1)):
+            try:
+                return await self._client.chat.completions.create(**body)
+            except openai.APIStatusError as e:
+                wait_s = retry_after(e)
+                if wait_s <= SDK_LONGEST_S or not retries:
+                    raise
+                await asyncio.sleep(wait_s)
+        raise AssertionError
 
     def _refused(self, e: Any, temperature: float) -> Exception:
         """Convert an error status to an exception that blames the episode, the endpoint or the user."""

@@ -26,6 +26,7 @@ from agentrl.env.toolenv.dispatch import within
 from agentrl.env.toolenv.observe import error_text, plain_text
 from agentrl.env.toolenv.threads import CallTimeout
 from agentrl.errors import ConfigError, JudgeAnswerError, JudgeError
+from agentrl.retry_after import retry_after
 from agentrl.types import Message
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Judge:
         model: the model's name at that URL.
         key_env: environment variable with the API key; if empty, no key is sent.
         timeout_s: timeout of one attempt.
-        retries: retries after a failed attempt, with increasing delays.
+        retries: retries after a failed attempt, after increasing delays or when the endpoint asks for it.
         temperature: sampling temperature; at 0, repeated questions are answered from the cache.
         max_tokens: maximum answer length.
         max_concurrent: maximum concurrent requests.
@@ -168,10 +169,11 @@ class Judge:
             key = os.environ[self.key_env] if self.key_env else "none"
             self._client = AsyncOpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=self.timeout_s)
             self._slots, self._loop = asyncio.Semaphore(self.max_concurrent), loop
-        problem, usable, attempt = "", True, 0
+        problem, usable, attempt, wait_s = "", True, 0, 0.0
         while attempt <= self.retries:
             if attempt:
-                await asyncio.sleep(min(0.25 * 2**attempt, 10.0))
+                await asyncio.sleep(max(min(0.25 * 2**attempt, 10.0), wait_s))
+            wait_s = 0.0
             with_form = form is not None and self._takes_form is not False
             try:
                 text = await self._once(wire, form if with_form else None)
@@ -184,7 +186,7 @@ class Judge:
             except CallTimeout:
                 problem, usable = f"no answer after {self.timeout_s:g} s", True
             except Exception as e:
-                problem, usable = error_text(e), True
+                problem, usable, wait_s = error_text(e), True, retry_after(e)
                 status = getattr(e, "status_code", 0)
                 if with_form and self._takes_form is None and status in (*_REFUSED, 404, 501):
                     self._takes_form = False  # older servers: retry without the schema
@@ -251,10 +253,11 @@ class RewardApi:
         """
         import httpx
 
-        problem = ""
+        problem, wait_s = "", 0.0
         for attempt in range(self.retries + 1):
             if attempt:
-                await asyncio.sleep(min(0.25 * 2**attempt, 10.0))
+                await asyncio.sleep(max(min(0.25 * 2**attempt, 10.0), wait_s))
+            wait_s = 0.0
             try:
                 async with httpx.AsyncClient(timeout=self.timeout_s, verify=_certificates()) as client:
                     request = client.post(
@@ -271,7 +274,7 @@ class RewardApi:
             except CallTimeout:
                 problem = f"no answer after {self.timeout_s:g} s"
             except (httpx.HTTPError, ValueError, RecursionError) as e:
-                problem = hide_credentials(error_text(e))
+                problem, wait_s = hide_credentials(error_text(e)), retry_after(e)
         raise JudgeError(f"reward server {self.address}: {problem[:300]}")
 
     def _read(self, answer: Any, num: int) -> list[float]:

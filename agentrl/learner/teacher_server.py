@@ -19,6 +19,7 @@ from agentrl.errors import ConfigError, EngineError
 from agentrl.learner.pack import in_pack_order
 from agentrl.learner.rank import Annotator, LearnerSpec
 from agentrl.learner.split import Columns, Rows
+from agentrl.retry_after import retry_after
 from agentrl.types import Sample
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ class TeacherServer:
 
         until, pause, told = time.monotonic() + self.config.retry_s, 0.5, False
         while True:
+            asked = 0.0
             try:
                 return self._connected().completions.create(
                     model=self.config.model or "",
@@ -144,7 +146,7 @@ class TeacherServer:
             except openai.APIStatusError as e:
                 if e.status_code < 500 and e.status_code not in (408, 409, 429):
                     raise ConfigError(f"{self.where}: HTTP {e.status_code}: {str(e)[:500]}") from e
-                why = f"HTTP {e.status_code}: {str(e)[:200]}"
+                why, asked = f"HTTP {e.status_code}: {str(e)[:200]}", retry_after(e)
             except (openai.APIError, ValueError) as e:  # no connection, a timeout, or an answer that is no JSON
                 why = f"{type(e).__name__}: {str(e.__cause__ or e)[:200]}"
             if time.monotonic() + pause > until:
@@ -152,10 +154,10 @@ class TeacherServer:
                     f"{self.where}: no answer for {self.config.retry_s} s ({why}); the run can be resumed when it "
                     "is back"
                 )
-            if not told and pause > 2:
+            if not told and max(pause, asked) > 2:
                 warnings.warn(f"{self.where} does not answer ({why}); trying again", stacklevel=2)
                 told = True
-            self._closed.wait(pause)
+            self._closed.wait(asked if pause < asked <= until - time.monotonic() else pause)
             self._refuse_closed()
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
