@@ -56,8 +56,14 @@ def killed_and_resumed(folder: Path, logger: str, **settings: Any) -> Path:
 def test_tensorboard_shows_one_curve(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as WithoutDataServer
 
-    events = EventAccumulator(str(killed_and_resumed(tmp_path, "tensorboard")), size_guidance={"tensors": 0})
+    folder = str(killed_and_resumed(tmp_path, "tensorboard"))
+    slow = WithoutDataServer(folder, size_guidance={"tensors": 0}, tensor_size_guidance={"text": 0, "scalars": 0})
+    slow.Reload()
+    for tag in ("reward", "episodes/text_summary"):
+        assert [event.step for event in slow.Tensors(tag)] == list(range(7))
+    events = EventAccumulator(folder, size_guidance={"tensors": 0})
     events.Reload()
     assert [(e.step, round(e.value, 6)) for e in events.Scalars("reward")] == [(s, s / 10) for s in range(7)]
     assert set(events.Tags()["scalars"]) == {"reward", "reward/größe 🎯@2", "held_out"}

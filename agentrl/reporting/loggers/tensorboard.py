@@ -16,8 +16,8 @@ class TensorBoard:
         """Open a new event file."""
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = run.first_step if run.resumed else None
-        self._writer = SummaryWriter(str(run.folder), purge_step=purge)
+        # Also at the first start: without its data server, TensorBoard takes the first mark for a new run.
+        self._writer = SummaryWriter(str(run.folder), purge_step=run.first_step)
         text = json.dumps(run.config, indent=2, ensure_ascii=False, default=str)
         self._writer.add_text("config", "    " + text.replace("\n", "\n    "), run.first_step)
 
