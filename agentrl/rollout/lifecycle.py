@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.clean import clean_message, clean_text
 from agentrl.env.env import Env
 from agentrl.env.toolenv.asked import asking
+from agentrl.env.toolenv.observe import error_text
 from agentrl.env.toolenv.threads import CallTimeout, ToolRaised
 from agentrl.errors import (
     AgentRLError,
@@ -328,7 +329,7 @@ async def reset_env(env: Env, episode: OpenEpisode) -> Sequence[Message]:
     except Exception as e:
         if is_ours(env, "reset"):
             raise
-        text = f"{type(env).__name__}.reset: {type(e).__name__}: {e}\n{traceback_of(e)}"
+        text = f"{type(env).__name__}.reset: {error_text(e)}\n{traceback_of(e)}"
         raise InfraError(text) from e
     return [clean_message(message) for message in observation]
 

@@ -285,7 +285,37 @@ async def test_a_plain_env_reads_the_outcome_and_counts_tokens(renderer: Rendere
     assert found.rewards == {"said": 1.0, "tokens": float(len(renderer.encode_text("good")))}
 
 
+class AsksPlain(Env):
+    async def reset(self, task: Task) -> Any:
+        answer = await self.model.chat([Message("user", "?")])  # type: ignore[union-attr]
+        return [answer], {}
+
+    async def step(self, message: Message) -> Any:
+        raise AssertionError("the program plays")
+
+
+class AsksInSetup(ToolEnv):
+    async def setup(self, **row: Any) -> str:
+        return str(await self.model.chat([Message("user", "?")]))  # type: ignore[union-attr]
+
+
+class AsksInReward(Calculator):
+    @reward
+    async def liked(self) -> float:
+        return float(bool(await self.model.chat([Message("user", "?")])))  # type: ignore[union-attr]
+
+
 class TestTrouble:
+    @pytest.mark.parametrize("make_env", [AsksPlain, AsksInSetup, AsksInReward])
+    async def test_who_asks_the_policy_is_told_that_a_program_has_it(self, renderer: Renderer, make_env: Any):
+        async with playing(engine_of(renderer), renderer, example().solve, make_env=make_env) as player:
+            found = await player.play(TASK, episode_id="e", seed=1)
+        said = found.faults.get("liked") if make_env is AsksInReward else found.error
+        assert said is not None
+        assert (
+            "has no attribute 'chat'; `self.model` is None while a program plays the episodes (`agent`): " in said
+        )
+
     async def test_a_crash_is_no_score(self, renderer: Renderer):
         async def agent(task: Any, access: Any) -> None:
             await ask(access)

@@ -45,6 +45,9 @@ class ToolError(Exception):
     """An external tool reported an error; the text is the tool's message."""
 
 
+NO_MODEL = "`self.model` is None while a program plays the episodes (`agent`): use a Judge, or do without it"
+
+
 def error_text(error: BaseException) -> str:
     """Type and message of a tool's exception, without a traceback; for a `ToolError` only the message.
 
@@ -58,6 +61,8 @@ def error_text(error: BaseException) -> str:
     name = type(error).__name__
     if isinstance(error, ToolError):
         return message or "the tool failed"
+    if isinstance(error, AttributeError) and error.obj is None and error.name == "chat":
+        message += f"; {NO_MODEL}"
     return f"{name}: {message}" if message else name
 
 
