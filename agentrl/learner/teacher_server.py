@@ -63,6 +63,20 @@ class TeacherServer:
         """
         return self._each(self._scored, [ids])[0]
 
+    def longest(self) -> int | None:
+        """The most tokens that it scores at once; None if it does not say.
+
+        One less than its context: vLLM and SGLang always sample a token, even with `max_tokens: 0`.
+        """
+        import openai
+
+        try:
+            models = {model.id: model for model in self._connected().models.list().data}
+        except (openai.OpenAIError, ValueError, AttributeError, TypeError):  # it need not list its models
+            return None
+        context = getattr(models.get(self.config.model or ""), "max_model_len", None)
+        return context - 1 if isinstance(context, int) else None
+
     def close(self) -> None:
         """End what waits for the server, in any thread; idempotent."""
         self._closed.set()

@@ -49,14 +49,14 @@ def check_teacher_folder(config: RunConfig, policy: Path) -> list[str]:
             f"{mine[other[0]]!r} for the policy and {texts.get(other[0])!r} for the teacher): distillation needs "
             "a teacher with the policy's tokenizer"
         )
-    (rows, context), (sampled, reach) = model_sizes(directory), model_sizes(policy)
+    (rows, context), (sampled, _) = model_sizes(directory), model_sizes(policy)
     sampled = max(max(own.values()) + 1, sampled or 0)  # also ids that no token has, as from padded embeddings
     if rows is not None and sampled > rows:
         raise ConfigError(
             f"{where}: has {rows} embeddings, and the policy samples ids up to {sampled - 1}: enlarge those of "
             f"the teacher (resize_token_embeddings({sampled}) in transformers)"
         )
-    longest = min(longest_episode(config), reach or longest_episode(config))
+    longest = _longest_episode(config, policy)
     if context is not None and context < longest:
         raise ConfigError(
             f"{where}: its context is {context} tokens, and an episode may have {longest}: set "
@@ -78,15 +78,22 @@ async def check_teacher_server(config: RunConfig, policy: Path) -> None:
     """See whether the server at `teacher.url` scores the policy's tokens; nothing without such a teacher.
 
     Raises:
-        ConfigError: it scores no given tokens, or reads ids as other tokens.
+        ConfigError: it scores no given tokens, reads ids as other tokens, or an episode does not fit.
         EngineError: it does not answer.
     """
     if config.teacher is not None and config.teacher.url is not None:
         server = TeacherServer(config.teacher)
         try:
             await asyncio.to_thread(check_texts, server, policy)
+            longest = await asyncio.to_thread(server.longest)
         finally:
             server.close()  # ends the thread, too, if this is cancelled
+        episode = _longest_episode(config, policy)
+        if longest is not None and longest < episode:
+            raise ConfigError(
+                f"{server.where}: scores at most {longest} tokens, one less than its context, and an episode may "
+                f"have {episode}: set rollout.token_budget to at most {longest}"
+            )
 
 
 def check_texts(server: TeacherServer, policy: Path) -> None:
@@ -121,6 +128,12 @@ def _tokenizer(directory: Path, where: str) -> Tokenizer:
 
 def _ids(directory: Path, where: str) -> dict[str, int]:
     return _tokenizer(directory, where).get_vocab(with_added_tokens=True)
+
+
+def _longest_episode(config: RunConfig, policy: Path) -> int:
+    """Maximum number of tokens of an episode that also fits into the policy's context."""
+    budget, (_, reach) = longest_episode(config), model_sizes(policy)
+    return min(budget, reach or budget)
 
 
 def model_sizes(directory: Path) -> tuple[int | None, int | None]:

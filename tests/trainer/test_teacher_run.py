@@ -28,7 +28,7 @@ from agentrl.reporting.report import Silent
 from agentrl.run_folder.records import read_metrics
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer.run import train_run
-from agentrl.trainer.teacher_check import check_teacher_folder
+from agentrl.trainer.teacher_check import check_teacher_folder, check_teacher_server
 from tests.serve.serve_kit import serving
 
 ENV = '''
@@ -175,9 +175,29 @@ def test_a_teacher_behind_agentrl_serve_says_what_one_in_a_folder_says(teacher: 
         make_tiny_model(alien, ["quite other words of a language far away"] * 9, TinyModel(**TINY, vocab=330))
         with pytest.raises(ConfigError, match="another tokenizer"):
             run(settings({"url": url, "model": "tiny"}, model={"path": str(alien.absolute())}), "alien-run")
+        check_its_context({"url": url, "model": "tiny"}, policy)
     for a, b in zip(here, there, strict=True):
         assert b["kl"] == pytest.approx(a["kl"], rel=1e-3)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
+
+
+def check_its_context(given: dict[str, Any], policy: Path) -> None:
+    """It scores all of its context but one token, and a run whose episodes may be longer is refused."""
+    server = TeacherServer(TeacherConfig(**given, retry_s=0))
+    assert server.longest() == 511
+    assert len(server.scored([5] * 511)[0]) == 511
+    with pytest.raises(ConfigError, match="HTTP 400"):
+        server.scored([5] * 512)
+    server.close()
+    for budget in (511, 512):
+        config = settings(given, rollout={"max_turns": 1, "max_tokens": 8, "token_budget": budget})
+        if budget == 511:
+            asyncio.run(check_teacher_server(config, policy))
+        else:
+            with pytest.raises(
+                ConfigError, match=r"an episode may have 512: set rollout\.token_budget to at most 511"
+            ):
+                asyncio.run(check_teacher_server(config, policy))
 
 
 def test_a_teacher_that_nobody_serves_is_refused_before_the_run(teacher: Path):
