@@ -227,7 +227,7 @@ class RunReader:
     @property
     def state(self) -> tuple[tuple[int, int], ...]:
         """Changes whenever the run has something new to show."""
-        files = ("metrics.jsonl", "events.log", "summary.json", "episodes", PARTIAL_FILE, tags.FILE)
+        files = ("metrics.jsonl", "events.log", "summary.json", "episodes", "tokens", PARTIAL_FILE, tags.FILE)
         return tuple(stamp(self.path / name) for name in files)
 
     @property

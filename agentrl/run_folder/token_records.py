@@ -10,7 +10,7 @@ which compresses well. NaN stands for a value that was not computed.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,22 +108,25 @@ def _unpacked(data: bytes, *, flags: bool) -> NDArray[np.generic]:
     return np.ascontiguousarray(planes.T).view("<f4").ravel().astype(np.float64)
 
 
-def read_tokens(run: Path, step: int) -> Mapping[str, TokenColumns]:
+def read_tokens(run: Path, step: int, names: Collection[str] = NAMES) -> Mapping[str, TokenColumns]:
     """The columns of a step by episode id; empty if none were recorded.
+
+    Args:
+        names: the columns to read; the others are None.
 
     Raises:
         CheckpointError: the file is damaged.
     """
     path = tokens_file(run, step)
     try:
-        return _decoded(b"".join(decompressed(path)))
+        return _decoded(b"".join(decompressed(path)), names)
     except FileNotFoundError:
         return {}
     except (zstandard.ZstdError, EOFError, ValueError, TypeError, KeyError, MemoryError, RecursionError) as e:
         raise CheckpointError(f"{path}: damaged: {(str(e).splitlines() or [type(e).__name__])[0]}") from None
 
 
-def _decoded(data: bytes) -> dict[str, TokenColumns]:
+def _decoded(data: bytes, names: Collection[str]) -> dict[str, TokenColumns]:
     import numpy as np
 
     line, _, body = data.partition(b"\n")
@@ -139,7 +142,8 @@ def _decoded(data: bytes) -> dict[str, TokenColumns]:
     at = 0
     for name in columns:
         size = total * (1 if name == "flags" else 4)
-        split[name] = np.split(_unpacked(body[at : at + size], flags=name == "flags"), ends)
+        if name in names:
+            split[name] = np.split(_unpacked(body[at : at + size], flags=name == "flags"), ends)
         at += size
     if at != len(body):
         raise ValueError(f"it has {len(body)} bytes of columns, not {at}")

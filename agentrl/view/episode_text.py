@@ -170,7 +170,8 @@ def _reward(episode: Episode) -> Text:
 def _advantage(record: EpisodeRecord) -> Text:
     values = sorted(set(record.advantages))
     if not values:
-        why = "set aside" if record.set_aside else "baseline" if record.baseline else "not trained"
+        scored = "not trained" if record.episode.reward is None else "none"  # a KL penalty may train it
+        why = "set aside" if record.set_aside else "baseline" if record.baseline else scored
         return Text(why, style="dim")
     low, high = f"{values[0]:+.2f}", f"{values[-1]:+.2f}"
     text = low if low == high else f"{low} to {high}"

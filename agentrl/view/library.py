@@ -16,7 +16,7 @@ from agentrl.run_folder.env_views import VIEWS
 from agentrl.run_folder.records import iter_records, recorded_file
 from agentrl.run_folder.run_reader import Json, RecordCache, RunReader, find_runs, stamp
 from agentrl.run_folder.search_index import Index, Query, open_index
-from agentrl.run_folder.token_records import NOTHING_RECORDED, read_tokens
+from agentrl.run_folder.token_records import NOTHING_RECORDED, read_tokens, tokens_file
 from agentrl.view import episode_page, run_page, step_page
 from agentrl.view.env_view import view_file, view_page
 from agentrl.view.episode_page import Span
@@ -106,7 +106,7 @@ class Library:
     def step(self, id: str, step: int) -> Json:
         """The matrix of a step. Raises NotFoundError."""
         reader = self.run(id)
-        state = (reader.state, stamp(recorded_file(reader.path, step)))
+        state = (reader.state, stamp(recorded_file(reader.path, step)), stamp(tokens_file(reader.path, step)))
         with self._lock:
             kept = self._steps.get((id, step))
         if kept is None or kept[0] != state:

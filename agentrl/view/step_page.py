@@ -6,12 +6,13 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.errors import CheckpointError
 from agentrl.run_folder.run_reader import Json, Metrics, RecordCache, RunReader
+from agentrl.run_folder.token_records import TRAINED, read_tokens
 from agentrl.types import LIMITS
 from agentrl.view.words import STEP, TOOLS, of_metrics
 
@@ -26,34 +27,44 @@ def step(reader: RunReader, number: int, cache: RecordCache) -> Json:
     groups: dict[int, list[Json]] = {}
     for record in cache.records(reader, number):
         groups.setdefault(int(record["group"]), []).append(record)
-    metrics = reader.metrics
+    metrics, trained = reader.metrics, _trained(reader, number)
     values: Json = {}
     if number in metrics.steps:
         index = metrics.steps.index(number)
         values = {name: column[index] for name, column in metrics.values.items() if column[index] is not None}
     return {
         "step": number,
-        "groups": [_group(group, records, number) for group, records in sorted(groups.items())],
+        "groups": [_group(group, records, number, trained) for group, records in sorted(groups.items())],
         "timings": with_phases(timings(groups.values()), metrics, number),
         "metrics": {"step": number, **values},
         "words": {**STEP, **of_metrics(values)},
     }
 
 
-def _group(number: int, records: Sequence[Json], step: int) -> Json:
+def _trained(reader: RunReader, step: int) -> Mapping[str, bool]:
+    """Whether any token of an episode is in the loss, by its id; only of episodes whose tokens are recorded."""
+    try:
+        columns = read_tokens(reader.path, step, ("flags",))
+    except CheckpointError:
+        return {}
+    return {id: bool((one.flags & TRAINED).any()) for id, one in columns.items() if one.flags is not None}
+
+
+def _group(number: int, records: Sequence[Json], step: int, trained: Mapping[str, bool]) -> Json:
     scored = [
         r["episode"]["reward"] for r in records if r["episode"].get("reward") is not None and not r.get("baseline")
     ]
-    equal = len(scored) > 1 and len(set(scored)) == 1
+    # With a critic or rewards per turn, episodes of the same reward have advantages all the same.
+    alike = len(scored) > 1 and len(set(scored)) == 1 and not any(record.get("advantages") for record in records)
     return {
         "group": number,
         "task": records[0]["episode"]["task"]["id"],
         "set_aside": any(record.get("set_aside") for record in records),
-        "episodes": [_cell(record, step, equal) for record in records],
+        "episodes": [_cell(record, step, alike, trained) for record in records],
     }
 
 
-def _cell(record: Json, step: int, equal: bool) -> Json:
+def _cell(record: Json, step: int, alike: bool, trained: Mapping[str, bool]) -> Json:
     episode = record["episode"]
     advantages = record.get("advantages") or []
     versions = [
@@ -73,8 +84,8 @@ def _cell(record: Json, step: int, equal: bool) -> Json:
         "tokens": tokens(episode),
         "seconds": episode.get("seconds", 0.0),
         "advantage": [min(advantages), max(advantages)] if advantages else None,
-        "trained": bool(advantages),
-        "no_signal": equal and not failed,
+        "trained": trained.get(episode["id"], bool(advantages)),
+        "no_signal": alike and not failed,
         "cut": episode.get("stop_reason") in LIMITS,
         "failed": failed,
         "set_aside": bool(record.get("set_aside")),
@@ -86,8 +97,13 @@ def _cell(record: Json, step: int, equal: bool) -> Json:
 
 
 def parts(episode: Json) -> Json:
-    """The parts of the reward by name."""
-    return {name: _finite(value) for name, value in (episode.get("rewards") or {}).items()}
+    """The parts of the reward by name: rewards per episode and group, and the sums of those per turn."""
+    found = {name: _finite(value) for name, value in (episode.get("rewards") or {}).items()}
+    for key, value in (episode.get("metrics") or {}).items():
+        if key.startswith("reward/") and isinstance(value, int | float):
+            name = key.removeprefix("reward/")
+            found[name] = (found.get(name) or 0.0) + value
+    return found
 
 
 def tokens(episode: Json) -> int:

@@ -43,9 +43,11 @@ STEP: Mapping[str, str] = {
     "set_aside": "Played, but left out of this step: its group had no signal and was replaced.",
     "cut": "Ended at a limit on turns, tokens, calls, context or time.",
     "stale": "Some tokens were sampled with older weights than those that this step updates.",
-    "no_signal": "All episodes of the group have the same reward, so none is better than the others.",
+    "no_signal": "All episodes of the group have the same reward, so none is better than the others. A KL penalty "
+    "or a teacher trains them all the same.",
     "baseline": "Played without sampling, to compare the others with; it does not train.",
-    "trained": "Episodes whose tokens are under the loss.",
+    "trained": "Episodes with tokens under the loss; where their tokens are not recorded (log.tokens), those "
+    "with an advantage other than 0.",
     "solved": "Share of the scored episodes that meet what the env declares as solved.",
     "mean reward": "Over the scored episodes of the step, without those set aside.",
     "sampled tokens": "In episodes that did not fail, those of sub-agents included.",

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
+import numpy as np
 import pytest
 import zstandard
 from starlette.testclient import TestClient
@@ -20,6 +21,7 @@ from agentrl.run_folder.history import Lineage, add_history, write_lineage
 from agentrl.run_folder.records import EpisodeRecord, episodes_file, read_records
 from agentrl.run_folder.search_index import Query, open_index
 from agentrl.run_folder.tags import write_tags
+from agentrl.run_folder.token_records import SKIPPED, TRAINED, TokenColumns, encode_tokens, tokens_file
 from agentrl.types import Image, Message, Segment
 from agentrl.view.bundle import static_text
 from agentrl.view.export import Extent, export
@@ -473,7 +475,11 @@ def test_a_redacted_export_has_no_text_of_the_run(library: Library, tmp_path: Pa
     assert (shown["calls"][0]["name"], shown["calls"][0]["arguments"]) == ("calculator", {})
     assert (shown["row"], shown["renderer"], shown["seed"]) == ({}, None, None)
     cell = json.loads(data["/api/runs/calc/steps/2"])["groups"][0]["episodes"][0]
-    assert (cell["reward"], cell["parts"], cell["stop_reason"]) == (1.0, {"solved": 0.5}, "answered")
+    assert (cell["reward"], cell["parts"], cell["stop_reason"]) == (
+        1.0,
+        {"solved": 0.5, "progress": 0.5},
+        "answered",
+    )
     series = json.loads(data["/api/runs/calc/series"])
     assert series["values"]["reward"] == [None, 0.76, 0.77, 0.78]
     (tool, _) = json.loads(data["/api/runs/calc/tools"])["tools"]
@@ -735,3 +741,27 @@ def test_an_export_counts_the_calls_of_all_steps(tmp_path: Path):
     text = (tmp_path / "out.html").read_text()
     (tools,) = re.findall(r'data-path="/api/runs/long/tools">(.*?)</script>', text)
     assert len(json.loads(tools)["steps"]) == 25
+
+
+def test_a_step_counts_the_episodes_whose_tokens_were_under_the_loss(client: TestClient, folder: Path):
+    flags = {f"s2/g1/e{n}": np.array([flag] * 7) for n, flag in enumerate((TRAINED, SKIPPED))}
+    tokens_file(folder / "calc", 2).parent.mkdir()
+    tokens_file(folder / "calc", 2).write_bytes(
+        encode_tokens({id: TokenColumns(flags=found) for id, found in flags.items()})
+    )
+    cells = [e for g in client.get("/api/runs/calc/steps/2").json()["groups"] for e in g["episodes"]]
+    # a KL penalty trains the third, which has no advantage; the first two are not recorded and have one
+    assert [cell["trained"] for cell in cells] == [True, True, True, False, False]
+
+
+def test_equal_rewards_are_a_signal_where_advantages_differ_from_0(client: TestClient, folder: Path):
+    records = [replace(r, advantages=(0.5,) * 3) for r in read_records(folder / "calc", 2)]  # of a critic
+    write_step(folder / "calc", 2, records)
+    groups = client.get("/api/runs/calc/steps/2").json()["groups"]
+    assert not any(episode["no_signal"] for group in groups for episode in group["episodes"])
+
+
+def test_the_parts_of_a_reward_in_a_step_include_those_of_turns(client: TestClient):
+    first = client.get("/api/runs/calc/steps/2").json()["groups"][0]["episodes"][0]
+    assert first["reward"] == 1.0
+    assert first["parts"] == {"solved": 0.5, "progress": 0.5}

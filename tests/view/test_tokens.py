@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 
 import pytest
+from rich.console import Console
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import Unigram
 
+from agentrl.run_folder.records import EpisodeRecord
 from agentrl.types import Segment
+from agentrl.view.episode_text import step_table
 from agentrl.view.pieces import span_pieces, token_pieces
 from agentrl.view.tokens import tokens_text
+from tests.view.runs import episode
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -102,3 +107,14 @@ def test_each_origin_is_labelled_and_sampled_tokens_take_the_colour_of_their_adv
     assert "blue" in style_of("ask")
     plain = tokens_text(segments, decode).plain
     assert plain.count("not trained") == 4
+
+
+def test_a_scored_episode_without_advantage_may_train_all_the_same():
+    scored = EpisodeRecord(1, 0, episode("s1/g0/e0"))
+    lost = EpisodeRecord(1, 0, episode("s1/g0/e1", None))
+    shown = Console(width=200, file=io.StringIO(), record=True)
+    shown.print(step_table([scored, lost]))
+    first, second = shown.export_text().splitlines()[1:]
+    assert " none " in first  # a KL penalty or a teacher may train it
+    assert "not trained" not in first
+    assert "not trained" in second
