@@ -32,6 +32,7 @@ def episode(record: Json, run: str, siblings: Sequence[str], renderer: str | Non
         "step": record["step"],
         "group": record["group"],
         "task": said["task"]["id"],
+        "env": said["task"].get("env") or "",
         "row": said["task"].get("row", {}),
         "seed": said["task"].get("seed"),
         "messages": [_message(message) for message in said.get("messages", ())],

@@ -20,7 +20,7 @@ TEXTS = frozenset(
     {
         *("id", "run", "name", "status", "estimator", "loss", "kind", "severity", "description", "unit", "group"),
         *("series", "series_common", "stop_reason", "episode", "siblings", "role", "finish", "outcome"),
-        "tool_call_id",
+        *("tool_call_id", "held_out_metric"),
     }
 )
 """Texts that agentrl writes, ids, and the names of runs, tools, rewards and metrics."""

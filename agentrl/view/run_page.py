@@ -61,6 +61,7 @@ def header(id: str, reader: RunReader, ids: Mapping[Path, str]) -> Json:
         "wall_seconds": _number(summary.get("wall_seconds"), max(0.0, reader.updated - started)),
         "held_out_before": metrics.first(solved),
         "held_out_after": metrics.last(solved),
+        "held_out_metric": solved,
         "model": _model(_section(config, "model")),
         "env": _name(_section(config, "env").get("use")) or ", ".join(map(str, _section(config, "envs"))),
         "estimator": _name(algorithm.get("advantage")),
@@ -258,7 +259,8 @@ def _task_means(reader: RunReader, cache: RecordCache) -> dict[str, float]:
             continue
         for record in records:
             try:
-                task, reward = str(record["episode"]["task"]["id"]), record["episode"].get("reward")
+                played, reward = record["episode"]["task"], record["episode"].get("reward")
+                task = f"{played['env']}: {played['id']}" if played.get("env") else str(played["id"])
             except (KeyError, TypeError, AttributeError):  # what no run wrote
                 continue
             if isinstance(reward, int | float):

@@ -59,6 +59,7 @@ def _group(number: int, records: Sequence[Json], step: int, trained: Mapping[str
     return {
         "group": number,
         "task": records[0]["episode"]["task"]["id"],
+        "env": records[0]["episode"]["task"].get("env") or "",
         "set_aside": any(record.get("set_aside") for record in records),
         "episodes": [_cell(record, step, alike, trained) for record in records],
     }

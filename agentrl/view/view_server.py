@@ -147,9 +147,11 @@ class Page:
         return Route(path, answer, methods=["GET"])
 
     def _series(self, request: Request) -> Json:
-        names = request.query_params.get("names")
-        after = _number(request, "after", -1)
-        return run_page.series(self.library.run(_run(request)), names.split(",") if names else None, after)
+        given = [names for names in request.query_params.getlist("names") if names]
+        reader, after = self.library.run(_run(request)), _number(request, "after", -1)
+        known = reader.metrics.values  # the name of a metric may have a comma
+        names = [name for each in given for name in ([each] if each in known else each.split(","))]
+        return run_page.series(reader, names if given else None, after)
 
     def _compare(self, request: Request) -> Json:
         ids = [id for id in request.query_params.get("runs", "").split(",") if id]

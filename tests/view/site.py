@@ -127,7 +127,7 @@ class Site:
             case ["runs", run]:
                 return self._about(run)
             case ["runs", run, "series"]:
-                names = query["names"].split(",") if "names" in query else [n for n, _ in SERIES] + EXTRA
+                names = parse_qs(url.query).get("names") or [n for n, _ in SERIES] + EXTRA
                 return self._series(run, names)
             case ["runs", run, "steps"]:
                 return {

@@ -13,9 +13,9 @@ STATIC = Path(str(files("agentrl.view"))) / "static"
 OWN = sorted(path for path in STATIC.iterdir() if path.suffix in {".js", ".css", ".html"})
 
 
-def test_everything_together_is_at_most_200_kB():
+def test_everything_together_is_at_most_205_kB():
     sizes = {str(path.relative_to(STATIC)): path.stat().st_size for path in STATIC.rglob("*") if path.is_file()}
-    assert sum(sizes.values()) <= 200_000, sizes
+    assert sum(sizes.values()) <= 205_000, sizes
 
 
 def test_vendored_files_are_what_their_checksums_say():

@@ -230,3 +230,56 @@ def test_the_view_of_an_env_is_drawn_in_its_frame_and_reaches_nothing(page, addr
     page.locator(".slider input").fill("1")
     expect(frame.locator("#view")).to_contain_text("drawn s3/g1/e2 at 1")
     expect(frame.locator("#view")).to_contain_text("origin null")
+
+
+def test_an_address_that_the_page_had_before_is_shown_again(page, address, start):
+    page.goto(address)
+    page.goto(f"{start}/#/search?q=1%2B2")
+    text = page.get_by_label("Text", exact=True)
+    expect(text).to_have_value("1+2")
+    text.fill("calculator")
+    page.wait_for_url(re.compile("q=calculator$"))
+    page.evaluate("location.hash = '#/search?q=1%2B2'")  # a kept filter
+    expect(text).to_have_value("1+2")
+    page.goto(f"{start}/#/run/calc/step/3/episode/s3/g0/e0")
+    expect(page.locator(".msg")).to_have_count(6)
+    page.evaluate("location.hash += '?token=8'")
+    expect(page.locator("aside .token-card")).to_be_visible()
+
+
+def test_what_was_looked_for_is_there_after_going_back(page, address, start):
+    page.goto(address)
+    page.get_by_label("Filter runs").fill("calc")
+    expect(page.locator("tbody tr")).to_have_count(1)
+    page.get_by_role("link", name="calc", exact=True).click()
+    page.get_by_label("Find a series").fill("held")
+    expect(page.locator("figure.chart")).to_have_count(2)
+    page.get_by_role("link", name="Tools").click()
+    expect(page.locator(".finding")).to_contain_text("web")
+    page.go_back()
+    expect(page.locator("figure.chart")).to_have_count(2)
+    page.go_back()
+    expect(page.locator("tbody tr")).to_have_count(1)
+
+
+def test_only_steps_with_episodes_are_links(page, address, start):
+    page.goto(address)
+    page.goto(f"{start}/#/run/calc")
+    expect(page.locator(".notes li").first).to_contain_text("created")
+    expect(page.locator(".notes li", has_text="created").locator("a")).to_have_count(0)
+    expect(page.locator(".notes li", has_text="no signal").locator("a")).to_have_attribute(
+        "href", "#/run/calc/step/2"
+    )
+
+
+def test_the_frame_of_an_env_is_as_dark_as_the_page(browser, address, start):
+    context = browser.new_context(color_scheme="dark")
+    page = context.new_page()
+    page.goto(address)
+    page.goto(f"{start}/#/run/calc/step/3/episode/s3/g0/e0")
+    frame = page.locator("iframe.env")
+    expect(frame).to_be_visible()
+    page.evaluate("delete document.documentElement.dataset.theme")  # what another test chose
+    text = page.frame_locator("iframe.env").locator("body").evaluate("(e) => getComputedStyle(e).color")
+    assert text != frame.evaluate("(e) => getComputedStyle(e).backgroundColor")
+    context.close()

@@ -765,3 +765,30 @@ def test_the_parts_of_a_reward_in_a_step_include_those_of_turns(client: TestClie
     first = client.get("/api/runs/calc/steps/2").json()["groups"][0]["episodes"][0]
     assert first["reward"] == 1.0
     assert first["parts"] == {"solved": 0.5, "progress": 0.5}
+
+
+def test_a_series_is_found_by_a_name_with_a_comma(client: TestClient, folder: Path):
+    with (folder / "calc" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "env/a,b": 2.0, "kl": 0.5}) + "\n")
+    names = [("names", "env/a,b"), ("names", "reward,kl"), ("after", "3")]
+    found = client.get("/api/runs/calc/series", params=names).json()
+    assert found == {"steps": [4], "values": {"env/a,b": [2.0], "reward": [None], "kl": [0.5]}}
+
+
+def test_a_mean_reward_is_told_from_a_share(client: TestClient, folder: Path):
+    (folder / "other" / "metrics.jsonl").write_text('{"step": 1, "held_out_reward": 0.3}\n')
+    rows = {row["id"]: row["held_out_metric"] for row in client.get("/api/runs").json()["runs"]}
+    assert rows == {"calc": "held_out", "other": "held_out_reward"}
+
+
+def test_tasks_of_several_envs_are_not_taken_for_each_other(client: TestClient, folder: Path):
+    for run in ("calc", "other"):
+        records = read_records(folder / run, 3)
+        for n, record in enumerate(records):
+            task = replace(record.episode.task, id="t0", env=("sums", "terms")[n // 2 % 2])
+            records[n] = replace(record, episode=replace(record.episode, task=task))
+        for step in (1, 2, 3):
+            write_step(folder / run, step, records)
+    assert client.get("/api/runs/calc/steps/3").json()["groups"][1]["env"] == "terms"
+    tasks = client.get("/api/compare?runs=calc,other").json()["tasks"]
+    assert {task["task"]: task["before"] for task in tasks} == {"sums: t0": 0.5, "terms: t0": 1.0}

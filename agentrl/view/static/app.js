@@ -1,5 +1,5 @@
 // The page: which part is shown, keys, light and dark, what a program shows.
-import { html, render, useEffect, useErrorBoundary, useLayoutEffect, useMemo, useState } from "./vendor/htm-preact.js";
+import { html, render, useEffect, useErrorBoundary, useLayoutEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
 import { Compare } from "./compare.js";
 import { exported, follow, live, useLive } from "./data.js";
 import { EpisodePage } from "./episode.js";
@@ -77,37 +77,43 @@ function press(e, place, setHelp, turn) {
 }
 
 function Help({ close }) {
+	const button = useRef(null);
+	useEffect(() => {
+		const before = document.activeElement;
+		button.current.focus();
+		return () => before?.focus?.();
+	}, []);
 	return html`<div class="veil" onClick=${close}><div class="help" role="dialog" aria-modal="true" aria-label="Keys" onClick=${(e) => e.stopPropagation()}>
-		<h2>Keys <button class="plain" onClick=${close}>close</button></h2><dl>${KEYS.map(([keys, what]) => html`<dt>${keys.split(" ").map((k) => html`<kbd>${k}</kbd> `)}</dt><dd>${what}</dd>`)}</dl></div></div>`;
+		<h2>Keys <button class="plain" ref=${button} onClick=${close}>close</button></h2><dl>${KEYS.map(([keys, what]) => html`<dt>${keys.split(" ").map((k) => html`<kbd>${k}</kbd> `)}</dt><dd>${what}</dd>`)}</dl></div></div>`;
 }
 
 const THEMES = ["system", "light", "dark"];
 
-function Shown({ place, theme }) {
+function Shown({ place, visit, theme }) { // what was chosen on a page does not outlast a link to another view of it
 	const [error, reset] = useErrorBoundary();
 	useEffect(() => { if (error) reset(); }, [place.page, place.run, place.step, place.id]);
 	if (error) return html`<div class="error" role="alert"><b>This page could not be shown:</b> ${String(error.message ?? error)}</div>`;
 	const { page, run, step, id, query } = place;
-	if (page === "runs") return html`<${Runs} query=${query} />`;
-	if (page === "run") return html`<${Run} key=${run} run=${run} query=${query} theme=${theme} />`;
-	if (page === "step") return html`<${Step} key=${`${run} ${step}`} run=${run} step=${step} query=${query} />`;
-	if (page === "episode") return html`<${EpisodePage} key=${`${run} ${step} ${id}`} run=${run} step=${step} id=${id} query=${query} />`;
+	if (page === "runs") return html`<${Runs} key=${visit} query=${query} />`;
+	if (page === "run") return html`<${Run} key=${`${run} ${visit}`} run=${run} query=${query} theme=${theme} />`;
+	if (page === "step") return html`<${Step} key=${`${run} ${step} ${visit}`} run=${run} step=${step} query=${query} />`;
+	if (page === "episode") return html`<${EpisodePage} key=${`${run} ${step} ${id}`} run=${run} step=${step} id=${id} query=${query} visit=${visit} />`;
 	if (page === "tools") return html`<${Tools} key=${run} run=${run} />`;
-	if (page === "search") return html`<${Search} query=${query} />`;
-	if (page === "compare") return html`<${Compare} query=${query} theme=${theme} />`;
+	if (page === "search") return html`<${Search} key=${visit} query=${query} />`;
+	if (page === "compare") return html`<${Compare} key=${visit} query=${query} theme=${theme} />`;
 	return html`<div class="error"><b>Nothing is shown at this address.</b> <a href="#/">All runs</a></div>`;
 }
 
 function App() {
-	const [hash, setHash] = useState(location.hash);
+	const [{ hash, visit }, setAddress] = useState({ hash: location.hash, visit: 0 });
 	const [help, setHelp] = useState(false);
 	const [theme, setTheme] = useState(() => store.get("theme", "system"));
 	const [toast, setToast] = useState("");
 	const [, redraw] = useState(0);
-	const place = useMemo(() => parse(hash), [hash]);
+	const place = useMemo(() => parse(hash), [hash, visit]);
 	useLive((runs) => { if (runs === null) redraw((n) => n + 1); });
 	useLayoutEffect(() => { // before anybody can change the address unseen
-		const go = () => { setHash(location.hash); scrollTo(0, 0); };
+		const go = () => { setAddress((old) => ({ hash: location.hash, visit: old.visit + 1 })); scrollTo(0, 0); };
 		addEventListener("hashchange", go);
 		return () => removeEventListener("hashchange", go);
 	}, []);
@@ -135,7 +141,7 @@ function App() {
 			<span class="grow"></span><span class=${`live ${live.state}`} role="status"><i aria-hidden="true"></i>${says}</span>
 			<button class="plain" onClick=${turn} title="Light, dark, or as the system (t)">${theme === "system" ? "auto" : theme}</button>
 			<button class="plain" aria-label="Keys" title="Keys (?)" onClick=${() => setHelp(true)}>?</button></header>
-		<main id="main"><${Shown} place=${place} theme=${`${theme} ${dark.matches}`} /></main>
+		<main id="main"><${Shown} place=${place} visit=${visit} theme=${`${theme} ${dark.matches}`} /></main>
 		${help && html`<${Help} close=${() => setHelp(false)} />`}
 		${toast && html`<div class="toast" role="status">${toast}</div>`}</div>`;
 }

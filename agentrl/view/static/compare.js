@@ -1,5 +1,5 @@
 // Several runs: overlaid curves, tasks before and after, configuration differences.
-import { html, useEffect, useMemo, useState } from "./vendor/htm-preact.js";
+import { html, useLayoutEffect, useMemo, useState } from "./vendor/htm-preact.js";
 import { exported, useGet } from "./data.js";
 import { Chart, isSparse, palette, smooth } from "./chart.js";
 import { Controls, useSeries } from "./run.js";
@@ -47,7 +47,7 @@ export function Compare({ query, theme }) {
 	const [text, setText] = useState(query.get("q") ?? "");
 	const [weight, setWeight] = useState(() => store.get("smooth", 0.6));
 	const [bands, setBands] = useState(query.get("bands") !== "off");
-	useEffect(() => setQuery({ bands: bands ? "" : "off", q: text }), [bands, text]);
+	useLayoutEffect(() => setQuery({ bands: bands ? "" : "off", q: text }), [bands, text]);
 	const common = data?.series_common ?? [];
 	const curated = useMemo(() => new Set((about?.series ?? []).filter((s) => s.curated).map((s) => s.name)), [about]);
 	const wanted = pattern(text);

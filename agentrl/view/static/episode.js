@@ -3,6 +3,7 @@ import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./v
 import { exported, imageSource, useGet } from "./data.js";
 import { Branches, CopyMenu, Renderer, Siblings, Waterfall } from "./panels.js";
 import { SideBySide } from "./siblings.js";
+import { taskText } from "./step.js";
 import { blocksOf } from "./blocks.js";
 import { callText } from "./text.js";
 import { COLORINGS, FLAGS, ORIGINS, scaleOf, statistics, TokenView, useTokens } from "./tokens.js";
@@ -133,7 +134,7 @@ function Legend({ tokens, coloring, stats, words }) {
 	return html`<div class="legend">${told}<span class="quiet">${num(stats.trained)} of ${num(stats.sampled)} sampled tokens train${tokens.loaded < (tokens.total ?? 0) ? `, ${num(tokens.total - tokens.loaded)} still loading` : ""}. ${words?.[coloring]}</span></div>`;
 }
 
-export function EpisodePage({ run, step, id, query }) {
+export function EpisodePage({ run, step, id, query, visit }) {
 	const { data, error } = useGet(api.episode(run, step, id), run);
 	const about = useGet(api.run(run), run).data;
 	const hasTokens = Boolean(data?.segments?.length);
@@ -145,14 +146,14 @@ export function EpisodePage({ run, step, id, query }) {
 	return html`${crumbs}<${Facts} episode=${data} />
 		${lost && html`<${Loading} error=${lost} />`}
 		${other ? html`<${SideBySide} run=${run} step=${step} episode=${data} other=${other} tokens=${tokens} round=${round} />`
-			: html`<${Text} key=${id} run=${run} step=${step} episode=${data} tokens=${tokens} round=${round} query=${query} />`}`;
+			: html`<${Text} key=${`${id} ${visit}`} run=${run} step=${step} episode=${data} tokens=${tokens} round=${round} query=${query} />`}`;
 }
 
 function Facts({ episode }) {
 	const row = Object.entries(episode.row ?? {});
 	return html`<div class="facts"><b class=${`pill ${shade(episode.rewards?.total ?? null, 0, 1)}`}>reward ${num(episode.rewards?.total)}</b>
 		<span><span class="quiet">stopped</span> ${visible(episode.stop_reason ?? "")}</span><span><span class="quiet">turns</span> ${num(episode.turns?.length)}</span>
-		<span><span class="quiet">task</span> ${visible(episode.task)}</span><span><span class="quiet">group</span> ${num(episode.group)}</span></div>
+		<span><span class="quiet">task</span> ${taskText(episode)}</span><span><span class="quiet">group</span> ${num(episode.group)}</span></div>
 		${row.length > 0 && html`<details class="panel"><summary>Task row</summary><dl class="config">${row.map(([k, v]) => html`<dt>${visible(k)}</dt><dd>${visible(typeof v === "string" ? v : JSON.stringify(v)).slice(0, 20000)}</dd>`)}</dl></details>`}
 		${episode.hint && html`<details class="panel"><summary>Hint, which only the teacher read</summary><dl class="fold"><dd><${Long} text=${episode.hint} /></dd></dl></details>`}
 		${episode.error && html`<div class="error"><b>Failed:</b> ${visible(episode.error)}</div>`}

@@ -1,9 +1,9 @@
 // The runs: a table to search, sort and pick from.
-import { html, useState } from "./vendor/htm-preact.js";
+import { html, useLayoutEffect, useState } from "./vendor/htm-preact.js";
 import { useGet } from "./data.js";
-import { ago, Crumbs, duration, link, Loading, num, pattern, percent, signed, Table, Tags, visible } from "./ui.js";
+import { ago, Crumbs, duration, link, Loading, num, pattern, percent, setQuery, signed, Table, Tags, visible } from "./ui.js";
 
-const share = (x) => (x != null && x >= 0 && x <= 1 ? percent(x) : num(x));
+const share = (run, x) => (run.held_out_metric !== "held_out_reward" && x != null && x >= 0 && x <= 1 ? percent(x) : num(x));
 const gain = (run) => (run.held_out_before === null || run.held_out_after === null ? null : run.held_out_after - run.held_out_before);
 
 export function Status({ status }) {
@@ -19,14 +19,15 @@ export function Origin({ from }) {
 export function HeldOut({ run }) {
 	if (run.held_out_before == null && run.held_out_after == null) return "–";
 	const change = gain(run);
-	return html`${share(run.held_out_before)} <span class="quiet">→</span> ${share(run.held_out_after)}${change != null && html` <small class=${change > 0 ? "good" : change < 0 ? "bad" : "quiet"}>${signed(Number((share(run.held_out_after).endsWith("%") ? 100 * change : change).toPrecision(2)))}</small>`}`;
+	return html`${share(run, run.held_out_before)} <span class="quiet">→</span> ${share(run, run.held_out_after)}${change != null && html` <small class=${change > 0 ? "good" : change < 0 ? "bad" : "quiet"}>${signed(Number((share(run, run.held_out_after).endsWith("%") ? 100 * change : change).toPrecision(2)))}</small>`}`;
 }
 
 export function Runs({ query }) {
 	const { data, error } = useGet("/api/runs");
 	const [text, setText] = useState(query.get("q") ?? "");
-	const [status, setStatus] = useState("");
-	const [picked, setPicked] = useState(() => new Set());
+	const [status, setStatus] = useState(query.get("status") ?? "");
+	const [picked, setPicked] = useState(() => new Set((query.get("pick") ?? "").split(",").filter(Boolean)));
+	useLayoutEffect(() => setQuery({ q: text, status, pick: [...picked].join(",") }), [text, status, picked]);
 	if (!data) return html`<${Crumbs} items=${[["Runs"]]} /><${Loading} error=${error} what="runs" />`;
 	const wanted = pattern(text);
 	const statuses = [...new Set(data.runs.map((r) => r.status))];

@@ -31,10 +31,6 @@ export function Search({ query }) {
 		return () => clearTimeout(timer);
 	}, [text]);
 	useEffect(() => {
-		const fresh = fromQuery(query);
-		if (toText(fresh) !== asked) { setFields(fresh); setAsked(toText(fresh)); setLimit(PAGE); }
-	}, [query]);
-	useEffect(() => {
 		const control = new AbortController();
 		get(`/api/search?${asked}${asked ? "&" : ""}limit=${limit}&offset=0`, control.signal).then(
 			(data) => !control.signal.aborted && setState({ ...data, took: data.took_ms, error: null }),

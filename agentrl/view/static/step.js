@@ -1,5 +1,5 @@
 // One step: groups and episodes as a matrix, time, and rewards.
-import { html, useEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
+import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
 import { useGet } from "./data.js";
 import { api, Crumbs, css, duration, link, Loading, num, percent, rewardScale, setQuery, shade, signed, Table, useSize, visible } from "./ui.js";
 
@@ -15,6 +15,9 @@ export const glyphOf = (e) => GLYPHS.find(([key]) => e[key]);
 const KINDS = { engine: "--k-engine", tool: "--k-tool", env: "--k-env", wait: "--k-wait" };
 const KIND_NAMES = { engine: "engine", tool: "tools", env: "env", wait: "waiting" };
 
+/** A task, after the name of its env in a run of several. */
+export const taskText = ({ env, task }) => visible(env ? `${env}: ${task}` : task);
+
 export function advantageText(advantage) {
 	if (!advantage) return "–";
 	const [low, high] = advantage;
@@ -23,7 +26,7 @@ export function advantageText(advantage) {
 
 function describe(e, group) {
 	const glyph = glyphOf(e);
-	return [`${e.id} · task ${group.task}`, `reward ${num(e.reward)} · advantage ${advantageText(e.advantage)}`,
+	return [`${e.id} · task ${taskText(group)}`, `reward ${num(e.reward)} · advantage ${advantageText(e.advantage)}`,
 		`${e.stop_reason} · ${num(e.turns)} turns · ${num(e.tokens)} tokens · ${duration(e.seconds)}`, glyph ? glyph[2] : ""].filter(Boolean).map(visible).join("\n");
 }
 
@@ -36,7 +39,7 @@ function Matrix({ run, step, groups, scale, wanted }) {
 	};
 	return html`<div class="matrix" onMouseOver=${tell} data-wide=${widest > 16 ? "2" : widest > 8 ? "1" : "0"} role="grid" aria-label="Episodes by group">
 		${groups.map((g) => html`<div class=${`row${g.set_aside ? " aside" : ""}`} role="row" key=${g.group}>
-			<span class="label" role="rowheader" title=${visible(`group ${g.group}, task ${g.task}`)}>${visible(g.task ?? g.group)}</span>
+			<span class="label" role="rowheader" title=${`group ${g.group}, task ${taskText(g)}`}>${taskText({ env: g.env, task: g.task ?? g.group })}</span>
 			${g.episodes.map((e) => {
 				const glyph = glyphOf(e);
 				return html`<a role="gridcell" key=${e.id} class=${`cell ${shade(e.reward, scale[0], scale[1])}${wanted(e) ? "" : " dim"}`} href=${link.episode(run, step, e.id)} aria-label=${visible(`${e.id}: reward ${num(e.reward)}${glyph ? `, ${glyph[2]}` : ""}`)}>${glyph ? glyph[1] : ""}</a>`;
@@ -136,8 +139,8 @@ export function Step({ run, step, query }) {
 	const [bin, setBin] = useState(query.get("bin") === null ? null : Number(query.get("bin")));
 	const [only, setOnly] = useState(query.get("only") ?? "");
 	const [table, setTable] = useState(query.get("view") === "table");
-	useEffect(() => setQuery({ bin, only, view: table ? "table" : "" }), [bin, only, table]);
-	const episodes = useMemo(() => (data?.groups ?? []).flatMap((g) => g.episodes.map((e) => ({ ...e, group: g.group, task: g.task }))), [data]);
+	useLayoutEffect(() => setQuery({ bin, only, view: table ? "table" : "" }), [bin, only, table]);
+	const episodes = useMemo(() => (data?.groups ?? []).flatMap((g) => g.episodes.map((e) => ({ ...e, group: g.group, task: taskText(g) }))), [data]);
 	const scale = useMemo(() => rewardScale(episodes.map((e) => e.reward)), [episodes]);
 	const steps = about?.steps?.map((s) => s.step) ?? [];
 	const here = steps.indexOf(step);

@@ -88,7 +88,7 @@ export const api = {
 	image: (run, step, id, message, part) => `/api/image/${enc(run)}/${slashed(id)}?step=${step}&message=${message}&part=${part}`,
 };
 
-/** Merge values into the query of the current address without a new history entry. */
+/** Merge values into the query of the address without a new history entry; in a layout effect, lest it be another page's. */
 export function setQuery(values) {
 	const [path, old = ""] = location.hash.split("?");
 	const query = new URLSearchParams(old);
@@ -98,7 +98,6 @@ export function setQuery(values) {
 	}
 	const text = query.toString();
 	history.replaceState(null, "", `${path || "#/"}${text ? `?${text}` : ""}`);
-	dispatchEvent(new Event("agentrl-query"));
 }
 
 const kept = window.AGENTRL_KEPT; // by the server; an export has none
