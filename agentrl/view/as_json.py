@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 
-def json_text(body: Any) -> str:
-    """Nothing infinite, no half of a surrogate pair unescaped, and a date or so as its text."""
+def json_text(body: Any, *, ascii: bool = True) -> str:
+    """Nothing infinite, and a date or so as its text; with `ascii`, no half of a surrogate pair unescaped."""
+    dumps = partial(json.dumps, allow_nan=False, ensure_ascii=ascii, separators=(",", ":"), default=str)
     try:
-        return json.dumps(body, allow_nan=False, separators=(",", ":"), default=str)
+        return dumps(body)
     except (ValueError, TypeError):  # not finite, or a key that JSON does not know
-        return json.dumps(_finite(body), allow_nan=False, separators=(",", ":"), default=str)
+        return dumps(_finite(body))
 
 
 def _finite(value: Any) -> Any:

@@ -18,6 +18,8 @@ from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 
+from agentrl.view.as_json import json_text
+
 Answer = tuple[str, object]
 """A path of the API and what the server answers, as JSON can say it."""
 
@@ -134,7 +136,7 @@ def _hash(text: str) -> str:
 
 def _json(answer: object) -> str:
     """JSON that is inert inside HTML."""
-    text = json.dumps(answer, ensure_ascii=False, separators=(",", ":"), default=str)
+    text = json_text(answer, ascii=False)
     # A lone half of a surrogate pair cannot be encoded; JSON's own escape can.
     return "".join(f"\\u{ord(c):04x}" if c in "<>&\u2028\u2029" or "\ud800" <= c <= "\udfff" else c for c in text)
 

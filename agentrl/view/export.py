@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -41,23 +42,33 @@ def export(library: Library, target: Path, extent: Extent) -> str:
     Raises:
         ConfigError: the target is there already, or cannot be written.
     """
-    if target.exists() and (target.suffix == ".html" or any(target.iterdir())):
+    if target.exists() and (target.suffix == ".html" or not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target}: is there already; give another name")
-    data = list(_answers(library, extent))
+    written: Counter[str] = Counter()
+    data = _counted(_answers(library, extent), written)  # one answer in memory at a time
     renderers = {} if extent.redact else library.renderers()
     title = "agentrl" if extent.redact else ", ".join(reader.path.name for reader in library.runs.values())
-    if target.suffix == ".html":
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("w", encoding="utf-8") as file:
-            file.writelines(single_file(data, renderers=renderers, title=title))
-    else:
-        write_folder(target, data, renderers=renderers, title=title)
-    return _contents(library, data, extent)
+    try:
+        if target.suffix == ".html":
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("w", encoding="utf-8") as file:
+                file.writelines(single_file(data, renderers=renderers, title=title))
+        else:
+            write_folder(target, data, renderers=renderers, title=title)
+    except OSError as e:
+        raise ConfigError(f"{target}: cannot be written: {e.filename or target}: {e.strerror or e}") from None
+    return _contents(library, written, extent)
 
 
-def _contents(library: Library, data: Sequence[Answer], extent: Extent) -> str:
-    episodes = sum("/episodes/" in path for path, _ in data)
-    steps = sum(bool(re.search(r"/steps/\d+$", path)) for path, _ in data)
+def _counted(answers: Iterable[Answer], written: Counter[str]) -> Iterator[Answer]:
+    for path, answer in answers:
+        written["episodes"] += "/episodes/" in path
+        written["steps"] += bool(re.search(r"/steps/\d+$", path))
+        yield path, answer
+
+
+def _contents(library: Library, written: Mapping[str, int], extent: Extent) -> str:
+    episodes, steps = written["episodes"], written["steps"]
     recorded = sum(len(reader.steps) for reader in library.runs.values())
     runs = len(library.runs)
     text = f"{runs} {'run' if runs == 1 else 'runs'}, {steps} of {recorded} steps, {episodes} episodes in full"

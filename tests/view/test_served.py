@@ -8,13 +8,18 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
 from agentrl.run_folder.records import EpisodeRecord
+from agentrl.run_folder.tags import write_tags
+from agentrl.types import CallRecord, ToolCall
+from agentrl.view.export import Extent, export
+from agentrl.view.library import Library, query_of
 from tests.view.runs import episode, make_run, write_step
 from tests.view.site import HOSTILE
 
@@ -283,3 +288,20 @@ def test_the_frame_of_an_env_is_as_dark_as_the_page(browser, address, start):
     text = page.frame_locator("iframe.env").locator("body").evaluate("(e) => getComputedStyle(e).color")
     assert text != frame.evaluate("(e) => getComputedStyle(e).backgroundColor")
     context.close()
+
+
+def test_an_export_is_searched_as_the_server_searches(page, address, start, runs, tmp_path):
+    folder = tmp_path / "runs"
+    run = make_run(folder, "tagged", steps=1)
+    make_run(folder, "other", steps=1)
+    write_tags(run, ["wanted"])
+    two = episode("two", 0.0)
+    ok = CallRecord(ToolCall("c1", "web", {}), "found", "ok", 0.1)
+    two = replace(two, turns=(replace(two.turns[0], calls=(*two.turns[0].calls, ok)), *two.turns[1:]))
+    write_step(run, 1, [EpisodeRecord.of(1, 0, two, 0.5), EpisodeRecord.of(1, 0, episode("lost", None), None)])
+    library = Library([folder], index=tmp_path / "index.sqlite")
+    export(library, tmp_path / "report.html", Extent())
+    for query in ("tag=wanted", "reward_min=0", "tool=web&outcome=tool_exception", "tool=web&outcome=ok"):
+        page.goto(f"{(tmp_path / 'report.html').as_uri()}#/search?{query}")
+        wanted = library.search(query_of(dict(parse_qsl(query)), library))["total"]
+        expect(page.locator("main p[role=status]")).to_contain_text(f"{wanted} episodes")

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -792,3 +793,34 @@ def test_tasks_of_several_envs_are_not_taken_for_each_other(client: TestClient, 
     assert client.get("/api/runs/calc/steps/3").json()["groups"][1]["env"] == "terms"
     tasks = client.get("/api/compare?runs=calc,other").json()["tasks"]
     assert {task["task"]: task["before"] for task in tasks} == {"sums: t0": 0.5, "terms: t0": 1.0}
+
+
+def test_an_export_of_metrics_that_are_not_finite_is_json(library: Library, folder: Path, tmp_path: Path):
+    (folder / "calc" / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5, "loss": NaN, "kl": Infinity}\n')
+    export(library, tmp_path / "report.html", Extent())
+    text = (tmp_path / "report.html").read_text()
+    data = dict(re.findall(r'data-path="([^"]*)">(.*?)</script>', text))
+    series = json.loads(data["/api/runs/calc/series"], parse_constant=pytest.fail)
+    assert series["values"] == {"reward": [0.5], "loss": [None], "kl": [None]}
+
+
+def test_an_export_holds_one_answer_at_a_time(folder: Path, tmp_path: Path):
+    written = []
+
+    class Watched(Library):
+        def tokens(self, *args: Any) -> Any:
+            written.append(len(list((tmp_path / "export").glob("data/0*.js"))))
+            return super().tokens(*args)
+
+    library = Watched([folder / "calc"], index=tmp_path / "index.sqlite")
+    export(library, tmp_path / "export", Extent())
+    assert 0 < written[0] < written[-1]
+
+
+def test_an_export_that_cannot_be_written_says_so(library: Library, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file: is there already"):
+        export(library, tmp_path / "file", Extent())
+    for target in ("report.html", "report"):
+        with pytest.raises(ConfigError, match=f"{target}: cannot be written: .*/file"):
+            export(library, tmp_path / "file" / target, Extent())

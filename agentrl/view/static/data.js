@@ -25,7 +25,9 @@ function carried(path) {
 	const key = path.replace(/^(\/api\/runs\/[^/]+\/series)\?.*/, "$1")
 		.replace(/^(\/api\/runs\/[^/]+\/tokens\/.*\?step=\d+)&.*/, "$1");
 	const found = bundle.get(key);
-	if (found === undefined) return Promise.reject(new Error("This export does not contain that page."));
+	if (found === undefined) {
+		return Promise.reject(new Error(path.startsWith("/api/compare?") ? "This export compares all of its runs only; at most ten are compared." : "This export does not contain that page."));
+	}
 	return found;
 }
 
