@@ -305,3 +305,11 @@ def test_an_export_is_searched_as_the_server_searches(page, address, start, runs
         page.goto(f"{(tmp_path / 'report.html').as_uri()}#/search?{query}")
         wanted = library.search(query_of(dict(parse_qsl(query)), library))["total"]
         expect(page.locator("main p[role=status]")).to_contain_text(f"{wanted} episodes")
+
+
+def test_a_narrow_window_shows_a_whole_episode(page, address, start):
+    page.goto(address)
+    page.set_viewport_size({"width": 340, "height": 700})
+    page.goto(f"{start}/#/run/calc/step/3/episode/s3/g0/e0")
+    expect(page.locator(".msg")).to_have_count(6)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
