@@ -3,11 +3,11 @@
     python -m bench.self_distill [--seeds 0,1,2,3,4] [--json FILE] [--quick]
 
 A policy of 100,000 parameters learns from demonstrations to open doors with a color that half of its prompts name;
-without it, it guesses among 8. Then it plays with prompts that name no color, and each door always has the same.
-Self-distillation (`teacher.policy`, `teacher.hint: env`) sees no reward: only the teacher's prompt has the color.
-GRPO sees rewards and no hint, with the same learning rate. Both take 120 steps of 32 episodes. `--quick` takes one
-seed and leaves the average out. The last line is JSON: the share of the 8 tasks that is solved afterwards, sampled
-greedily.
+without it, it guesses between the two colors that a door may have. Then it plays with prompts that name no color,
+and each of the 8 doors always has the same. Self-distillation (`teacher.policy`, `teacher.hint: env`) sees no
+reward: only the teacher's prompt has the color. GRPO sees rewards and no hint, with the same learning rate. Both
+take 60 steps of 32 episodes. `--quick` takes one seed and leaves the average out. The last line is JSON: the share
+of the 8 tasks that is solved afterwards, sampled greedily.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ READS: Mapping[str, Any] = {
     "eval": {"tasks": 64, "every": 0},
 }
 KNOWS: Mapping[str, Any] = {
-    "steps": 120,
+    "steps": 60,
     "env": {"use": ENV},
     "rollout": ROLLOUT,
     "optim": {"warmup_steps": 0},
-    "eval": {"tasks": 8, "every": 20},
+    "eval": {"tasks": 8, "every": 10},
 }
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "initial": {
         "teacher": {"policy": "initial", "hint": "env"},
         "algorithm": {"advantage": "none", "kl": {"coef": 1.0}},
-        "optim": {"lr": 2e-3},
+        "optim": {"lr": 1e-3},
     },
     "average": {
         "teacher": {"policy": "average", "hint": "env"},
         "algorithm": {"advantage": "none", "kl": {"coef": 1.0}},
-        "optim": {"lr": 2e-3},
+        "optim": {"lr": 1e-3},
     },
-    "grpo": {"optim": {"lr": 2e-3}},
+    "grpo": {"optim": {"lr": 1e-3}},
 }
 
 

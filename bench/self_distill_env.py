@@ -16,20 +16,19 @@ class Doors(ToolEnv):
 
     @classmethod
     def tasks(cls, split: str, seed: int, size: int = 8, reading: bool = False) -> Sequence[Task]:
-        """Doors whose colors never change; with `reading`, colors drawn anew for each task, which half of the
-        training prompts and all of the held-out ones name: only reading helps."""
+        """Doors whose colors never change.
+
+        With `reading`, half of the training prompts and all held-out ones name a color that is drawn anew, so that
+        only reading helps; in the other prompts, the color is drawn from the two that the door may have.
+        """
         rng = random.Random(f"{split}/{seed}")
-        return [
-            Task(
-                f"{split}-{n}",
-                {
-                    "door": n % 8,
-                    "color": rng.choice(COLORS) if reading else COLORS[(3 * n + 1) % 8],
-                    "named": reading and (split == "held_out" or n % 2 == 0),
-                },
-            )
-            for n in range(size)
-        ]
+        tasks = []
+        for n in range(size):
+            door, named = n % 8, reading and (split == "held_out" or rng.random() < 0.5)
+            own = COLORS[(3 * door + 1) % 8], COLORS[(3 * door + 4) % 8]
+            color = rng.choice(COLORS if named else own) if reading else own[0]
+            tasks.append(Task(f"{split}-{n}", {"door": door, "color": color, "named": named}))
+        return tasks
 
     def setup(self, door: int, color: str, named: bool) -> str:
         self.color, self.right = color, False
