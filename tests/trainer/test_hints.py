@@ -28,6 +28,8 @@ from agentrl.trainer.replay import replay
 from agentrl.trainer.run import train_run
 from agentrl.trainer.samples import episode_samples
 from agentrl.types import Completion, Episode, Group, Message, StopReason, Task, Turn
+from agentrl.view.library import Library
+from agentrl.view.redaction import redacted
 from tests.chat.families import FAMILIES, Family
 from tests.trainer.test_teacher_run import served
 
@@ -224,6 +226,9 @@ def test_a_run_that_teaches_itself_resumes_and_replays_exactly(policy: str):
     assert record.hint == record.episode.hint == f"It is door {record.episode.task.row['door']}"
     shown = CliRunner().invoke(app, ["show", "whole", "--episode", record.episode.id])
     assert f"the teacher also read: {record.hint}" in shown.output
+    page = Library([Path("whole")], index=Path("index.sqlite")).episode("whole", 2, record.episode.id)
+    assert page["hint"] == record.hint
+    assert record.hint not in str(redacted(page))
     assert replay(Path("whole"), 3).equal
     run(settings(teacher=teacher, steps=2), "parts")
     run(settings(teacher=teacher), "parts")
