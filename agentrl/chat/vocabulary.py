@@ -278,7 +278,7 @@ def _without(
         return found
 
     for candidate in (plain, _without_prefix_space(plain)):
-        bare = _tokenizer(candidate, where)
+        bare = _of_model(full, candidate, where)
         renumbered = [(bare.token_to_id(token["content"]), int(token["id"])) for token in kept]
         remap = {new: id for new, id in renumbered if new is not None and new != id}
         if all([remap.get(i, i) for i in ids(bare, p)] == ids(full, anchor + p)[bool(anchor) :] for p in probes):
@@ -287,6 +287,26 @@ def _without(
         f"{where}: this tokenizer reads text after a control token in a way that cannot be reproduced without it "
         f"(tried {anchor!r} followed by {probes}); use a tokenizer.json without prefix-space rules"
     )
+
+
+def _of_model(full: Tokenizer, spec: Mapping[str, Any], where: str) -> Tokenizer:
+    """Return the tokenizer that `spec` describes, except that it shares the model of `full`.
+
+    Reading a large vocabulary again would take most of a second, and its memory.
+    """
+    from tokenizers import AddedToken, Tokenizer
+
+    no_model = {"type": "BPE", "vocab": {}, "merges": []}
+    steps = _tokenizer({**spec, "model": no_model, "added_tokens": []}, where)
+    found = Tokenizer(full.model)
+    for step in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if getattr(steps, step) is not None:
+            setattr(found, step, getattr(steps, step))
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    found.add_tokens(
+        [AddedToken(token["content"], **{flag: token[flag] for flag in flags}) for token in spec["added_tokens"]]
+    )
+    return found
 
 
 def _without_prefix_space(node: object) -> Any:

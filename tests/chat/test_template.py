@@ -310,6 +310,20 @@ def test_text_without_control_tokens_is_encoded_as_ever(tmp_path: Path):
         assert renderer.decode(renderer.encode_text(text)) == text
 
 
+@pytest.mark.parametrize("model", ["made", pytest.param("qwen3", marks=needs_qwen3)])
+def test_the_tokenizer_of_plain_text_is_the_one_read_without_control_tokens(model: str, tmp_path: Path):
+    """Added tokens in the middle of control tokens get other ids, and flags of tokens are kept."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = QWEN3 if model == "qwen3" else make(tmp_path, CHATML_TEMPLATE, markers=("<think>", "\n\n\n", "   "))
+    vocabulary = Renderer.from_directory(folder, template="chatml").vocabulary
+    spec = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] not in vocabulary.control]
+    read = tokenizers.Tokenizer.from_str(json.dumps(spec | {"post_processor": None}))
+    assert vocabulary._bare.to_str() == read.to_str()
+    text = "one\n\n\ntwo   three <|im_end|> Grüße 日本語"
+    assert vocabulary._bare.encode(text).ids == read.encode(text).ids
+
+
 @pytest.mark.parametrize("scheme", ["always", "first", "never", "prepend"])
 def test_tokenizers_that_put_a_space_before_the_first_word(scheme: str, tmp_path: Path):
     """SentencePiece-style tokenizers: what follows a control token is encoded as the whole text would be."""
