@@ -9,6 +9,7 @@ from typing import Any
 
 from agentrl.config.reward_model import RewardModelConfig
 from agentrl.errors import ConfigError, InfraError, WorkerLost
+from agentrl.garbage import collect_rarely
 from agentrl.ray_cluster import connect, import_ray
 from agentrl.rollout.rewards.classifier import Classifier
 from agentrl.types import Episode
@@ -26,6 +27,7 @@ class ScoringWorker:
     """The actor: a classifier that scores waiting episodes in batches."""
 
     def __init__(self, config: RewardModelConfig, policy: Path) -> None:
+        collect_rarely()
         self._config, self._policy = config, policy
         self._model: Classifier | None = None
 
