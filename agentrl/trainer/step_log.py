@@ -52,7 +52,7 @@ class StepLog:
     examiner: Examiner
     loggers: LogFeed
     _warned: set[str] = field(default_factory=set)
-    _drawn: float | None = None
+    _drawn: float = field(default_factory=time.monotonic)
 
     def metrics(self, batch: Batch, update: StepResult, timing: Mapping[str, float]) -> dict[str, float]:
         """The metrics of a step; `timing` has its `seconds`."""
@@ -147,9 +147,9 @@ class StepLog:
                 self.store.event(f"step {step}: {finding.line()}")
 
     def draw(self) -> None:
-        """Draw the curve in the background, at most once every `DRAW_EVERY_S`."""
+        """Draw the curve in the background, every `DRAW_EVERY_S` at most; the end of the run draws it too."""
         now = time.monotonic()
-        if self._drawn is None or now - self._drawn >= DRAW_EVERY_S:
+        if now - self._drawn >= DRAW_EVERY_S:
             self._drawn = now
             self.disk_thread.submit(write_curve, self.store.path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from agentrl.reporting.report import Silent, Summary
 from agentrl.rollout.collect import collect
 from agentrl.run_folder.records import read_episodes, read_records
 from agentrl.run_folder.store import RunStore
+from agentrl.trainer import step_log
 from agentrl.trainer.run import train_run
 from agentrl.types import Group
 
@@ -100,8 +102,9 @@ class Buttons(Words):
 class Notes(Silent):
     """Keeps what was said; asks the run to stop after a step of training, as a user would."""
 
-    def __init__(self, stop_after: int | None = None) -> None:
-        self.stop_after, self.phase_name = stop_after, ""
+    def __init__(self, stop_after: int | None = None, folder: Path = Path("nowhere")) -> None:
+        self.stop_after, self.phase_name, self.curve = stop_after, "", folder / "reward_curve.png"
+        self.drawn: list[bool] = []
         self.phases: list[tuple[str, int | None, int]] = []
         self.steps: list[Mapping[str, float]] = []
 
@@ -110,6 +113,7 @@ class Notes(Silent):
 
     def step(self, metrics: Mapping[str, float]) -> None:
         self.steps.append(metrics)
+        self.drawn.append(self.curve.exists())
         if self.stop_after is not None and metrics.get("step") == self.stop_after:
             signal.raise_signal(signal.SIGTERM)
 
@@ -151,8 +155,11 @@ def assert_same_curve(found: list[dict[str, float]], wanted: list[dict[str, floa
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary, list[dict[str, float]], Notes]:
     """A run of four steps, from cold start to the end."""
-    base, notes = tmp_path_factory.mktemp("run"), Notes()
-    return base / "whole", *run(buttons(base), base / "whole", notes), notes
+    base = tmp_path_factory.mktemp("run")
+    notes = Notes(folder=base / "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_log, "DRAW_EVERY_S", math.inf)  # on a busy machine, four steps may take a minute
+        return base / "whole", *run(buttons(base), base / "whole", notes), notes
 
 
 class Told(Silent):
@@ -262,6 +269,11 @@ class TestWholeRun:
             assert written[name] == sum(line[name] for line in lines[1:])
         assert summary.held_out_before == lines[0]["held_out"]
         assert summary.held_out_after == lines[4]["held_out"]
+
+    def test_the_curve_of_a_short_run_is_drawn_at_its_end_only(self, finished):
+        folder, _, _, notes = finished
+        assert set(notes.drawn) == {False}
+        assert (folder / "reward_curve.png").is_file()
 
     def test_every_step_has_its_line_and_its_episodes(self, finished):
         folder, _, lines, notes = finished
