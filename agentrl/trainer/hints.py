@@ -17,10 +17,10 @@ from agentrl.config.run import RunConfig
 from agentrl.config.teacher import TeacherConfig
 from agentrl.env.env import Env
 from agentrl.errors import ConfigError, TemplateError
-from agentrl.learner.pack import packed_size
+from agentrl.learner.pack import longest_ids, packed_size
 from agentrl.rollout.content import Content, require_solved
 from agentrl.rollout.rewards.text import conversation_text
-from agentrl.trainer.teacher_check import model_sizes
+from agentrl.trainer.teacher_check import longest_on_server, model_sizes
 from agentrl.types import Episode, Group, HintedOpening, Message, Sample
 
 SOLVED = "This attempt solved the task:\n\n{attempt}\n\nSolve the task in the same way."
@@ -38,15 +38,19 @@ class Hinted:
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """Makes hints for the episodes of a run.
+    """Makes hints for the episodes of a run. An episode that is too long with its hint has no teacher.
 
     Attributes:
-        longest: tokens of an episode with its hint; a longer one has no teacher.
+        room: tokens that all rows of an episode may have together, as packed for the learner.
+        context: tokens that each row may have, if the teacher limits them.
+        unweighted: the envs whose episodes learn nothing from the teacher.
     """
 
     teacher: TeacherConfig
     renderer: Renderer
-    longest: int
+    room: int
+    context: int | None = None
+    unweighted: frozenset[str] = frozenset()
 
     def add(self, rows: Sequence[Sample], groups: Sequence[Group]) -> Hinted:
         """The rows with the hints of their episodes.
@@ -62,12 +66,12 @@ class Hints:
         too_long = elsewhere = 0
         for group in groups:
             for episode in group.episodes:
-                own = by_episode.get(episode.id)
+                own = None if group.task.env in self.unweighted else by_episode.get(episode.id)
                 if own is None or (text := hint_of(self.teacher, episode, group)) is None:
                     continue
                 hinted = self._rows(episode, own, text)
                 elsewhere += hinted is None
-                if hinted is not None and packed_size(hinted) > self.longest:
+                if hinted is not None and not self._fits(hinted):
                     too_long += 1
                 elif hinted is not None:
                     made[episode.id], texts[episode.id] = hinted, text
@@ -79,6 +83,10 @@ class Hints:
             {name: Metric("sum", float(count)) for name, count in counts.items()},
         )
 
+    def _fits(self, rows: Sequence[Sample]) -> bool:
+        longest = max(len(longest_ids(row)) for row in rows)
+        return packed_size(rows) <= self.room and longest <= (self.context or longest)
+
     def _rows(self, episode: Episode, rows: Sequence[Sample], text: str) -> list[Sample] | None:
         """The rows that begin with the episode's opening get the hint; None if none does."""
         opening = opening_of(episode)
@@ -86,7 +94,8 @@ class Hints:
             plain, taught = (self._ids(messages, episode) for messages in (opening, with_hint(opening, text)))
         except TemplateError:  # it takes the opening, and not with the hint
             return None
-        same = _common_end(plain, taught)
+        rest = plain[_common(plain, taught) :]  # a hint may say again what the opening ends with
+        same = _common(rest[::-1], taught[::-1])
         cut = len(plain) - same
         hinted = HintedOpening(cut, taught[: len(taught) - same])
         begins = [row.ids[:cut] == plain[:cut] and not any(row.loss_mask[:cut]) for row in rows]
@@ -103,14 +112,14 @@ def hint_of(teacher: TeacherConfig, episode: Episode, group: Group) -> str | Non
     """What the teacher reads of an episode, and the policy does not; None if there is nothing."""
     parts = []
     if teacher.shows_solved and (other := _solved_by(episode, group)) is not None:
-        attempt = conversation_text(other.messages[len(opening_of(other)) :])
+        attempt = conversation_text(other.messages[_opening(other).stop :])
         parts.append(SOLVED.format(attempt=attempt))
     if teacher.asks_env and episode.hint:
         parts.append(episode.hint)
     return "\n\n".join(parts) or None
 
 
-def make_hints(config: RunConfig, renderer: Renderer, policy: Path) -> Hints | None:
+async def make_hints(config: RunConfig, renderer: Renderer, policy: Path) -> Hints | None:
     """What makes the hints of a run; None if its teacher reads none.
 
     Args:
@@ -119,11 +128,12 @@ def make_hints(config: RunConfig, renderer: Renderer, policy: Path) -> Hints | N
     teacher = config.teacher
     if teacher is None or teacher.hint == "none" or config.algorithm.kl.coef == 0:
         return None
-    longest = config.learner.micro_batch_tokens
     if teacher.url is None:
         _, context = model_sizes(Path(teacher.path or policy))
-        longest = min(longest, context or longest)
-    return Hints(teacher, renderer, longest)
+    else:
+        context = await longest_on_server(teacher)
+    unweighted = {name for name, view in config.by_env.items() if view.algorithm.kl.coef == 0}
+    return Hints(teacher, renderer, config.learner.micro_batch_tokens, context, frozenset(unweighted))
 
 
 def check_hints(config: RunConfig, content: Content) -> None:
@@ -135,12 +145,13 @@ def check_hints(config: RunConfig, content: Content) -> None:
     teacher = config.teacher
     if teacher is None or teacher.hint == "none":
         return
-    if teacher.shows_solved:
-        require_solved(content, f"teacher.hint: {teacher.hint}")
-    for name, part in content.by_env.items():
-        env, own = part.make_env(), config.envs[name].algorithm.kl_coef if name else None
-        if own == 0:
+    for name, view in config.by_env.items():
+        if view.algorithm.kl.coef == 0:
             continue
+        part = content.by_env[name]
+        if teacher.shows_solved:
+            require_solved(part, f"teacher.hint: {teacher.hint}")
+        env = part.make_env()
         if teacher.asks_env and type(env).teacher_hint is Env.teacher_hint:
             where = f"envs.{name}: " if name else ""
             raise ConfigError(
@@ -150,10 +161,20 @@ def check_hints(config: RunConfig, content: Content) -> None:
 
 
 def opening_of(episode: Episode) -> tuple[Message, ...]:
-    """The messages before the policy's first one."""
-    first = episode.turns[0].message if episode.turns else None
-    count = next((n for n, message in enumerate(episode.messages) if message == first), len(episode.messages))
-    return episode.messages[:count]
+    """The messages before the policy's first one, without those of `self.model` in `setup`."""
+    return episode.messages[_opening(episode)]
+
+
+def _opening(episode: Episode) -> slice:
+    """Which messages are the opening; an example among them may say what the policy says first."""
+    first, start = episode.turns[0] if episode.turns else None, 0
+    for segment in episode.segments:
+        if first is not None and segment.origin == "sampled" and segment.message is not None:
+            if len(segment.ids) == first.tokens and episode.messages[segment.message] == first.message:
+                return slice(start, segment.message)
+            start = segment.message + 1
+    said = None if first is None else first.message  # by a scripted policy, without tokens
+    return slice(next((n for n, m in enumerate(episode.messages) if m == said), len(episode.messages)))
 
 
 def with_hint(opening: Sequence[Message], text: str) -> list[Message]:
@@ -172,10 +193,9 @@ def _marked(row: Sample) -> Sample:
     return replace(row, columns={**row.columns, "hinted": column})
 
 
-def _common_end(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences have in common at their ends."""
-    backwards = zip(reversed(a), reversed(b), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], backwards))
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two sequences have in common at their beginnings."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _solved_by(episode: Episode, group: Group) -> Episode | None:

@@ -104,7 +104,7 @@ async def _replay(run: Path, step: int) -> Replay:
             learner = await make_learner(config, policy, start)
             try:
                 reads = config.teacher is not None and config.teacher.hint != "none"
-                hints = make_hints(config, load_renderer(config, start), policy) if reads else None
+                hints = await make_hints(config, load_renderer(config, start), policy) if reads else None
                 algorithm = algorithm_of(config, learner.reference_apart, hints, record=False)
                 if begin:
                     await resume(learner, algorithm, policy)

@@ -255,7 +255,7 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     reporter.within("loading the learner")
     learner = await make_learner(config, policy, start)
     stack.push_async_callback(learner.close)
-    hints, record = make_hints(config, renderer, policy), config.log.tokens != "none"
+    hints, record = await make_hints(config, renderer, policy), config.log.tokens != "none"
     algorithm = algorithm_of(config, learner.reference_apart, hints, record=record)
     if checkpoint:
         await resume(learner, algorithm, checkpoint.path)

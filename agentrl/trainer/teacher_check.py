@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.config.run import RunConfig
+from agentrl.config.teacher import TeacherConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.teacher_server import TeacherServer
 from agentrl.models.folder import check_model_folder, refuse_adapter
@@ -85,15 +86,23 @@ async def check_teacher_server(config: RunConfig, policy: Path) -> None:
         server = TeacherServer(config.teacher)
         try:
             await asyncio.to_thread(check_texts, server, policy)
-            longest = await asyncio.to_thread(server.longest)
         finally:
             server.close()  # ends the thread, too, if this is cancelled
-        episode = _longest_episode(config, policy)
+        longest, episode = await longest_on_server(config.teacher), _longest_episode(config, policy)
         if longest is not None and longest < episode:
             raise ConfigError(
                 f"{server.where}: scores at most {longest} tokens, one less than its context, and an episode may "
                 f"have {episode}: set rollout.token_budget to at most {longest}"
             )
+
+
+async def longest_on_server(teacher: TeacherConfig) -> int | None:
+    """The most tokens that the server at `teacher.url` scores at once; None if it does not say."""
+    server = TeacherServer(teacher)
+    try:
+        return await asyncio.to_thread(server.longest)
+    finally:
+        server.close()
 
 
 def check_texts(server: TeacherServer, policy: Path) -> None:

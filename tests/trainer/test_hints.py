@@ -21,9 +21,10 @@ from agentrl.config.teacher import TeacherConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.pack import as_taught
 from agentrl.reporting.report import Silent
+from agentrl.rollout.content import load_content
 from agentrl.run_folder.records import read_metrics, read_records
 from agentrl.run_folder.store import RunStore
-from agentrl.trainer.hints import Hints, opening_of
+from agentrl.trainer.hints import Hints, check_hints, opening_of
 from agentrl.trainer.replay import replay
 from agentrl.trainer.run import train_run
 from agentrl.trainer.samples import episode_samples
@@ -45,9 +46,16 @@ def episode(
     name: str = "e0",
     solved: bool = False,
     hint: str | None = None,
+    first: str | None = None,
 ) -> Episode:
-    """An episode in which the policy says these things, with a question between them."""
+    """An episode in which the policy says these things, with a question between them; before them `first`, in a
+    separate conversation."""
     transcript, turns = Transcript(renderer), []
+    if first is not None:
+        asked = transcript.fork(keep=0)
+        asked.extend([Message("user", "Plan.")])
+        ids = (*renderer.encode_text(first), min(renderer.stop_ids))
+        asked.complete(Completion(ids, (-0.1,) * len(ids), (0,) * len(ids), "stop"))
     transcript.extend(opening)
     for number, text in enumerate(said):
         if number:
@@ -68,8 +76,10 @@ def episode(
     )
 
 
-def hinted(renderer: Renderer, *episodes: Episode, hint: Any = "env", longest: int = 10_000) -> Any:
-    hints = Hints(TeacherConfig(policy="initial", hint=hint), renderer, longest)
+def hinted(
+    renderer: Renderer, *episodes: Episode, hint: Any = "env", room: int = 10_000, context: Any = None
+) -> Any:
+    hints = Hints(TeacherConfig(policy="initial", hint=hint), renderer, room, context)
     rows = [row for one in episodes for row in episode_samples(one)]
     return hints.add(rows, [Group(Task("t"), episodes)])
 
@@ -118,6 +128,32 @@ def test_the_hint_is_at_the_end_of_the_last_user_message(renderer: Renderer, ope
     assert f"{where}\n\nHINT" in renderer.decode(as_taught(row).ids)
 
 
+def test_examples_and_conversations_before_the_opening_are_told_apart_from_the_policy(renderer: Renderer):
+    examples = [Message("user", "1+1"), Message("assistant", "two"), Message("user", "5-3")]
+    same = episode(renderer, examples, ("two", "yes"), hint="HINT", solved=True)
+    assert opening_of(same) == tuple(examples), "the policy says what the example says"
+    (row,) = hinted(renderer, same).rows
+    assert "5-3\n\nHINT" in renderer.decode(as_taught(row).ids)
+    planned = episode(renderer, examples, ("red",), name="e1", hint="HINT", first="A plan")
+    assert opening_of(planned) == tuple(examples), "`self.model` was called in setup"
+    plan, row = hinted(renderer, planned).rows
+    assert plan.hinted is None
+    assert "5-3\n\nHINT" in renderer.decode(as_taught(row).ids)
+    shown = hinted(renderer, same, planned, hint="solved").texts["e1"]
+    assert "1+1" not in shown, "examples are no part of an attempt"
+    assert "assistant:\ntwo" in shown
+
+
+def test_a_hint_that_repeats_the_question_is_behind_it(renderer: Renderer):
+    one = episode(renderer, [Message("user", "red or blue")], hint="red or blue")
+    (row,) = hinted(renderer, one).rows
+    assert row.hinted is not None
+    assert renderer.decode(row.ids[: row.hinted.length]).endswith("user\nred or blue")
+    other = episode(renderer, [Message("user", "What else")], hint="red or blue")
+    made = hinted(renderer, replace(one, segments=other.segments))
+    assert made.metrics["hints_misplaced"].value == 1.0
+
+
 def test_another_attempt_that_solved_the_task_is_the_hint(renderer: Renderer):
     opening = [Message("user", QUESTION)]
     failed = episode(renderer, opening, ("blue",), name="failed")
@@ -141,9 +177,18 @@ def test_another_attempt_that_solved_the_task_is_the_hint(renderer: Renderer):
 def test_an_episode_that_gets_too_long_has_no_teacher(renderer: Renderer):
     one = episode(renderer, [Message("user", QUESTION)], hint="word " * 200)
     length = len(episode_samples(one)[0].ids)
-    made = hinted(renderer, one, longest=length + 50)
+    made = hinted(renderer, one, room=length + 50)
     assert made.rows[0].hinted is None
     assert (made.texts, made.metrics["hints_too_long"].value) == ({}, 1.0)
+
+
+def test_a_context_limits_each_row_and_micro_batches_all_rows_of_an_episode(renderer: Renderer):
+    one = episode(renderer, [Message("user", QUESTION)], hint=HINT, first="plan " * 30)
+    lengths = [len(as_taught(row).ids) for row in hinted(renderer, one).rows]
+    assert len(lengths) == 2
+    assert list(hinted(renderer, one, context=max(lengths)).texts) == ["e0"]
+    assert hinted(renderer, one, context=max(lengths) - 1).metrics["hints_too_long"].value == 1.0
+    assert hinted(renderer, one, room=max(lengths)).metrics["hints_too_long"].value == 1.0
 
 
 def test_rows_that_do_not_begin_with_the_opening_have_no_teacher(renderer: Renderer):
@@ -295,6 +340,17 @@ def test_adapters_learn_from_the_policy_without_them():
     assert replay(Path("adapters"), 2).equal
 
 
+def test_hints_that_a_server_cannot_read_do_not_stop_the_run():
+    long = GIVEN.replace("{self.door}", "{self.door} ' + 'or another ' * (200 * (self.door % 2)) + f'")
+    run(settings(long, steps=1), "start")
+    model = Path("start/start").absolute()
+    with served(model) as url:
+        given = {"teacher": {"url": url, "model": "tiny", "hint": "env"}, "model": {"path": str(model)}}
+        lines = run(settings(long, **given), "r")
+    assert sum(line["hints_too_long"] for line in lines)
+    assert sum(line["hinted_episodes"] for line in lines)
+
+
 def test_envs_of_a_mixture_have_hints_or_a_weight_of_zero():
     envs = {"a": {"use": f"{Path.cwd()}/doors.py:Doors"}, "b": {"use": "agentrl.envs.calculator:Calculator"}}
     rollout = {"groups_per_step": 4, "group_size": 2, "max_turns": 1, "max_tokens": 8, "token_budget": 900}
@@ -303,10 +359,13 @@ def test_envs_of_a_mixture_have_hints_or_a_weight_of_zero():
     with pytest.raises(ConfigError, match=r"envs\.b: teacher\.hint env needs a method `teacher_hint"):
         run(settings(**mixed), "r")
     envs["b"]["algorithm"] = {"kl_coef": 0.0}
+    envs["c"] = {**envs["a"], "algorithm": {"kl_coef": 0.0}}
     (line,) = run(settings(**mixed), "r2")
     records = read_records(Path("r2"), 1)
     assert {record.hint is not None for record in records if record.episode.task.env == "a"} == {True}
-    assert {record.hint is not None for record in records if record.episode.task.env == "b"} == {False}
+    others = [record for record in records if record.episode.task.env != "a"]
+    assert {record.episode.task.env for record in others} == {"b", "c"}
+    assert not any(record.hint or record.episode.hint for record in others), "not even asked"
     assert line["hinted_episodes"] == sum(record.hint is not None for record in records)
 
 
@@ -336,10 +395,16 @@ def test_an_env_without_hints_is_refused_before_the_run():
     with pytest.raises(ConfigError, match=r"needs a method `teacher_hint\(self, episode\)` of Doors"):
         run(settings(""), "r")
     unscored = ENV.replace("HINT", "").replace("-> bool", "-> float")
-    config = settings("", teacher={"policy": "initial", "hint": "solved"})
+    config = settings("", teacher={"policy": "initial", "hint": "solved"}, algorithm={"kl": {"coef": 1.0}})
     Path("doors.py").write_text(unscored)
     with pytest.raises(ConfigError, match=r"teacher\.hint: solved"):
         run(config, "r2")
+    calculator = {"use": "agentrl.envs.calculator:Calculator"}
+    unweighted = {"use": config.sole_env.use, "algorithm": {"kl_coef": 0.0}}
+    given = {"env": None, "envs": {"calculator": calculator, "doors": unweighted}}
+    mixed = settings("", teacher={"policy": "initial", "hint": "solved"}, algorithm={"kl": {"coef": 1.0}}, **given)
+    Path("doors.py").write_text(unscored)
+    check_hints(mixed, load_content(mixed))
 
 
 def test_a_run_without_hints_never_asks_for_them():
