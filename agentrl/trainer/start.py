@@ -178,7 +178,7 @@ async def make_learner(config: RunConfig, policy: Path, reference: Path | None) 
         total_steps=config.steps,
         reference_dir=reference,
         teacher=None if reference is None else _absolute(config.teacher),
-        average_dir=average if average.is_dir() else None,
+        average_dir=average if policy != reference and average.is_dir() else None,  # of this run
         critic=critic,
         critic_dir=None if critic is None else critic_dir,
         seed=config.seed,

@@ -407,6 +407,27 @@ def test_an_env_without_hints_is_refused_before_the_run():
     check_hints(mixed, load_content(mixed))
 
 
+def test_evaluations_and_rescoring_ask_for_no_hints():
+    marks = (
+        "    def teacher_hint(self):\n        open(OUT, 'a').write('asked')\n        raise ConnectionError('gone')"
+    )
+    run(settings(steps=1), "r")
+    Path("doors.py").write_text(ENV.replace("HINT", marks.replace("OUT", repr(str(Path.cwd() / "asked")))))
+    for arguments in (["eval", "r", "--tasks", "2"], ["rescore", "r", "--json"]):
+        shown = CliRunner().invoke(app, arguments)
+        assert shown.exit_code == 0, shown.output
+        assert not Path("asked").exists(), arguments
+
+
+def test_the_average_of_another_run_is_no_teacher():
+    first = {"teacher": {"policy": "average", "hint": "env", "rate": 0.01}}
+    run(settings(**first), "first")
+    model = {"model": {"path": str(Path("first/checkpoints/step-3").absolute())}, "steps": 1}
+    (initial,) = run(settings(**model), "initial")
+    (average,) = run(settings(**first, **model), "average")
+    assert average["kl"] == initial["kl"], "it begins with the policy of its own run"
+
+
 def test_a_run_without_hints_never_asks_for_them():
     config = settings("    def teacher_hint(self):\n        raise KeyError", teacher=None, algorithm={}, steps=1)
     run(config, "r")
