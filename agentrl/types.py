@@ -189,6 +189,8 @@ LIMITS = frozenset(
 SANDBOX_FAULT = "sandbox"
 """Among an episode's faults: a reward raised what a file operation met in a sandbox. That is the policy's doing,
 so it never stops a run as the faults of an author's code do."""
+HINT_FAULT = "teacher_hint"
+"""Among an episode's faults: the env's `teacher_hint` raised, or returned no text. Rewards count as they are."""
 
 
 @dataclass(frozen=True, slots=True)

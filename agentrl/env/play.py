@@ -14,7 +14,7 @@ from agentrl.env.env import Env
 from agentrl.env.stand_in import with_stand_in
 from agentrl.env.toolenv.observe import plain_text
 from agentrl.errors import RewardError
-from agentrl.types import Episode, Message, StopReason, Task, ToolCall, ToolSchema, Turn
+from agentrl.types import HINT_FAULT, Episode, Message, StopReason, Task, ToolCall, ToolSchema, Turn
 
 HINT_S = 60.0
 """Limit of an env's `teacher_hint`."""
@@ -186,7 +186,7 @@ async def _hint(env: Env, episode: Episode) -> str | None:
     found = await env.call_teacher_hint(episode, HINT_S)
     if found is not None and not isinstance(found, str):
         where = f"{type(env).__name__}.teacher_hint"
-        raise RewardError({"hint": f"{where} returned {found!r:.200}; return text, or None for no hint"})
+        raise RewardError({HINT_FAULT: f"{where} returned {found!r:.200}; return text, or None for no hint"})
     return found or None
 
 

@@ -41,7 +41,7 @@ from agentrl.errors import (
     traceback_of,
 )
 from agentrl.sandbox import SandboxBroken, met_inside
-from agentrl.types import SANDBOX_FAULT, Episode, Message, StopReason, Task, Turn
+from agentrl.types import HINT_FAULT, SANDBOX_FAULT, Episode, Message, StopReason, Task, Turn
 
 if TYPE_CHECKING:
     from agentrl.chat.transcript import Transcript  # imports numpy, which most commands do not need
@@ -418,7 +418,7 @@ async def _ask_hint(env: Env, episode: OpenEpisode, timeout_s: float) -> None:
         InfraError: a service that the hint needs cannot be reached.
     """
     episode.status.now("its hint")
-    where, name, fault, found = f"{type(env).__name__}.teacher_hint", "hint", "", None
+    where, name, fault, found = f"{type(env).__name__}.teacher_hint", HINT_FAULT, "", None
     with asking() as asked:
         try:
             found = await env.call_teacher_hint(episode.result(), timeout_s)
@@ -434,7 +434,7 @@ async def _ask_hint(env: Env, episode: OpenEpisode, timeout_s: float) -> None:
             if late and asked.waiting:
                 raise JudgeError(f"{where}: no answer of {asked.waiting[0]} in {timeout_s:g} s") from None
             said = f"took longer than {timeout_s:g} s" if late else f"raised {type(cause).__name__}: {cause}"
-            name, fault = SANDBOX_FAULT if met_inside(cause) else "hint", f"{where} {said}\n{traceback_of(cause)}"
+            name, fault = SANDBOX_FAULT if met_inside(cause) else name, f"{where} {said}\n{traceback_of(cause)}"
     if isinstance(found, str):
         episode.hint = clean_text(found) if found.strip() else None
     elif found is not None:

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from agentrl.errors import AgentRLError, EnvError
 from agentrl.run_folder.records import MAX_LINE, bounded_lines
-from agentrl.types import SANDBOX_FAULT, Episode, Group, StopReason, Task
+from agentrl.types import HINT_FAULT, SANDBOX_FAULT, Episode, Group, StopReason, Task
 
 RECENT = 1000
 """Episodes that the shares of a run's guard are taken over."""
@@ -314,7 +314,8 @@ class RedrawGuard:
             for name, text in episode.faults.items():
                 if name not in self._told and self.tell is not None:
                     self._told.add(name)
-                    self.tell(f"episode {episode.id}: {text}\nit counts 0; more of {name!r} are only counted")
+                    effect = "it has no hint" if name == HINT_FAULT else "it counts 0"
+                    self.tell(f"episode {episode.id}: {text}\n{effect}; more of {name!r} are only counted")
                 self._check(name, text)
 
     def _check(self, name: str, text: str) -> None:
@@ -322,9 +323,10 @@ class RedrawGuard:
         limit = None if name == SANDBOX_FAULT else self.faults_above
         if limit is None or faulty < AT_LEAST or faulty <= limit * len(self._scored):
             return
+        needed = "it returns text or None" if name == HINT_FAULT else "every outcome gets a score"
         raise EnvError(
             f"{name!r} failed in {faulty} of the last {len(self._scored)} episodes, more than "
-            f"rollout.faults_stop_above = {limit:g}: fix it so that every outcome gets a score. "
+            f"rollout.faults_stop_above = {limit:g}: fix it so that {needed}. "
             f"The last one: {text}"
         )
 

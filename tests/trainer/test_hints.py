@@ -18,7 +18,7 @@ from agentrl.chat.transcript import Transcript
 from agentrl.cli.app import app
 from agentrl.config import RunConfig
 from agentrl.config.teacher import TeacherConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, EnvError
 from agentrl.learner.pack import as_taught
 from agentrl.reporting.report import Silent
 from agentrl.rollout.content import load_content
@@ -311,10 +311,15 @@ def test_a_hint_that_fails_is_a_fault_of_the_env_and_not_of_the_episode(hint: st
     rollout = config.rollout.model_copy(update={"faults_stop_above": None})
     run(config.model_copy(update={"rollout": rollout}), "r")
     for record in read_records(Path("r"), 1):
-        assert text in record.episode.faults["hint"]
+        assert text in record.episode.faults["teacher_hint"]
         assert record.episode.reward is not None
         assert record.hint is None
         assert record.episode.solved is not None
+
+
+def test_hints_that_always_fail_stop_the_run_and_say_so():
+    with pytest.raises(EnvError, match=r"'teacher_hint' failed in .* fix it so that it returns text or None"):
+        run(settings(RAISES, steps=8), "r")
 
 
 def test_hints_reach_a_teacher_on_a_server(tmp_path: Path):
