@@ -74,6 +74,7 @@ class AgentPlayer:
         token_check: compares every branch with a new rendering.
         clients: HTTP client shared by functions; closed by its creator.
         offer_tools: requests without tools offer those of the env.
+        hints: whether the env is asked for a teacher's hint.
     """
 
     recorder: Recorder
@@ -86,6 +87,7 @@ class AgentPlayer:
     token_check: TokenCheck | None = None
     clients: Clients = field(default_factory=Clients)
     offer_tools: bool = False
+    hints: bool = False
 
     async def play(
         self, task: Task, *, episode_id: str, seed: int, status: EpisodeStatus | None = None
@@ -106,6 +108,7 @@ class AgentPlayer:
             async with closing(self.make_env, episode, timeout_s, release=release) as env:
                 async with episode_clock(episode, timeout_s, outage_s=lambda: engine.outage_s):
                     count_tokens = lambda text: len(renderer.encode_text(text))  # noqa: E731
+                    env.gives_hints = self.hints
                     env.bind(PolicyAccess(count_tokens=count_tokens, decode=renderer.vocabulary.decode_plain))
                     opening = await reset_env(env, episode)
                     recording.offered = tuple(env.tools) if self.offer_tools else ()

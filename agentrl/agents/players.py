@@ -40,6 +40,7 @@ class MakePlayer(Protocol):
         temperature: float,
         filters: Filters = EVERY_TOKEN,
         token_check: TokenCheck | None = None,
+        hints: bool = False,
     ) -> Plays:
         """Create the player of an env.
 
@@ -89,6 +90,7 @@ async def players(
             temperature: float,
             filters: Filters = EVERY_TOKEN,
             token_check: TokenCheck | None = None,
+            hints: bool = False,
         ) -> Plays:
             player = make_player(
                 config.by_env[env],
@@ -98,6 +100,7 @@ async def players(
                 temperature=temperature,
                 filters=filters,
                 token_check=token_check,
+                hints=hints,
             )
             return player if place is None else place(player)
 
@@ -132,6 +135,7 @@ async def _agent_players(
             temperature: float,
             filters: Filters = EVERY_TOKEN,
             token_check: TokenCheck | None = None,
+            hints: bool = False,
         ) -> Plays:
             if filters != EVERY_TOKEN:
                 raise ConfigError("agent: its completions are drawn as in training, without top_p, top_k or min_p")
@@ -146,6 +150,7 @@ async def _agent_players(
                 token_check,
                 clients,
                 agent.offer_tools,
+                hints,
             )
 
         try:

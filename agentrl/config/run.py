@@ -615,6 +615,11 @@ class RunConfig(Section):
         return algorithm.model_copy(update={"kl": kl})
 
     @property
+    def asks_hints(self) -> bool:
+        """Whether the env (of one env, see `by_env`) is asked for the hints of training episodes."""
+        return self.teacher is not None and self.teacher.asks_env and self.algorithm.kl.coef > 0
+
+    @property
     def learner_on_ray(self) -> bool:
         """Whether the policy is trained on Ray: it has several ranks, or another model has dedicated ranks."""
         apart = self.learner.reference_ranks + (0 if self.critic is None else self.critic.ranks)

@@ -112,7 +112,7 @@ class Env(ABC):
     """The return value of the program under `agent:`, for rewards to read: the value of a JSON object or array,
     else text; None if no program plays."""
     gives_hints: bool = False
-    """Whether `teacher_hint` is called after each episode; set by the run."""
+    """Whether `teacher_hint` is called after the episode; set for training episodes."""
     hold_back: bool = False
     """Whether `outside_tools` get a placeholder answer instead of being called; set by `agentrl check`."""
 
@@ -164,8 +164,8 @@ class Env(ABC):
         this attempt; may be async. Write `teacher_hint(self, episode)` or `teacher_hint(self)`. Returns text, or
         None for no hint.
 
-        Called after `score`, only in runs with `teacher.hint` `env` or `both`. The teacher reads the text at the
-        end of the opening (docs/algorithms.md).
+        Called after `score` in training, with `teacher.hint` `env` or `both`; not in evaluations. The
+        teacher reads the text at the end of the opening (docs/algorithms.md).
         """
         return None
 

@@ -24,7 +24,7 @@ def load_source(config: RunConfig, *, max_turns: int) -> EnvSource:
     Raises:
         ConfigError: it cannot be loaded, or has no tasks.
     """
-    content = load_content(config.model_copy(update={"teacher": None}))  # other trainers ask for no hints
+    content = load_content(config)
     splits: Mapping[str, Sequence[Task]] = {"train": content.train_tasks, "test": content.held_out_tasks}
     there = {name: tasks for name, tasks in splits.items() if len(tasks)}
     return EnvSource(env_name(config.sole_env.shown), content.make_env, there, max_turns, config.rollout.timeout_s)

@@ -222,8 +222,7 @@ def _evaluate(
         return done
     reporter.phase("start")
     reporter.within("reading tasks")
-    config = config.model_copy(update={"warmup": None, "teacher": None})  # nobody needs demonstrations or hints
-    content = load_content(config)
+    content = load_content(config.model_copy(update={"warmup": None}))  # demonstrations are not needed
     found = content.held_out_tasks if spec.split == "held_out" else content.train_tasks
     chosen = found[: spec.tasks]
     if not chosen:

@@ -229,7 +229,6 @@ class _Rescorer:
         """Load the envs, and the tokenizer that the run's checkpoint has, which envs count tokens with."""
         make = {}
         for name, view in config.by_env.items():
-            view = view.model_copy(update={"teacher": None})  # which needs no hints
             make[name] = env_factory(load_env(view.sole_env.use, view.sole_env.options), view)
         try:
             renderer = load_renderer(config, find_checkpoint(run).path)

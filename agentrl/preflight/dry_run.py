@@ -291,6 +291,7 @@ async def _episode(
     rollout = config.rollout
     async with asyncio.timeout(rollout.timeout_s):
         env = content.make_env()
+        env.gives_hints = config.asks_hints
         env.bind(PolicyAccess(reads_images=False))  # as in the rollout: renderers take text only
         episode = await play(env, task, policy, max_turns=rollout.max_turns, episode_id=name)
     transcript = imitate(renderer, episode.messages, episode.tools)

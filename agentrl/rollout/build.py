@@ -84,6 +84,7 @@ def make_player(
     temperature: float,
     filters: Filters = EVERY_TOKEN,
     token_check: TokenCheck | None = None,
+    hints: bool = False,
 ) -> Player:
     """The player of this run at this temperature. Raises ConfigError if a tool returns images, or
     `rollout.compact` has no effect."""
@@ -103,6 +104,7 @@ def make_player(
         ),
         token_check=token_check,
         compaction=Compaction.of(config, engine),
+        hints=hints,
     )
 
 

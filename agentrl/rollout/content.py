@@ -217,14 +217,12 @@ def env_factory(env_class: type[Env], config: RunConfig) -> Callable[[], Env]:
     """A factory of envs with the run's options and settings; creates one immediately as a check."""
     options, settings, weights = config.sole_env.options, config.sole_env.settings, config.sole_env.reward_weights
     at = config.sole_env.solved_at
-    hinted = config.teacher is not None and config.teacher.asks_env and config.algorithm.kl.coef > 0
 
     given = {} if scheme_of(config.sole_env.use) else options  # the class of a scheme has them
 
     def make() -> Env:
         env = env_class(**given)
         env.configure(settings, weights, at)
-        env.gives_hints = hinted
         return env
 
     try:

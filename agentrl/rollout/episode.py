@@ -42,6 +42,8 @@ class Player:
     """Compares every transcript with a new rendering; None skips the check."""
     compaction: Compaction | None = None
     """Shortens contexts that fill up; None ends the episode instead."""
+    hints: bool = False
+    """Whether the env is asked for a teacher's hint."""
 
     async def play(
         self, task: Task, *, episode_id: str, seed: int, status: EpisodeStatus | None = None
@@ -73,6 +75,7 @@ async def run_episode(
         async with closing(player.make_env, episode, limits.timeout_s, release=release) as env:
             async with episode_clock(episode, limits.timeout_s, outage_s=lambda: engine.outage_s):
                 ledger = Transcript(player.renderer)
+                env.gives_hints = player.hints
                 env.bind(_policy_access(player, ledger, episode_id, seed))
                 opening = observed = await reset_env(env, episode)
                 transcript = episode.transcript = ledger.fork(keep=0, tools=env.tools)

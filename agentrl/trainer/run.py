@@ -356,7 +356,12 @@ def _group_players(
     token_check = make_token_check(setting.config)
     found = {
         name: GroupPlayer(
-            make(env=name, temperature=config.rollout.temperature, token_check=token_check),
+            make(
+                env=name,
+                temperature=config.rollout.temperature,
+                token_check=token_check,
+                hints=config.asks_hints,
+            ),
             config.rollout.group_size,
             config.seed,
             config.rollout.infra_retries,

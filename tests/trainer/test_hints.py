@@ -413,15 +413,17 @@ def test_an_env_without_hints_is_refused_before_the_run():
 
 
 def test_evaluations_and_rescoring_ask_for_no_hints():
-    marks = (
-        "    def teacher_hint(self):\n        open(OUT, 'a').write('asked')\n        raise ConnectionError('gone')"
-    )
-    run(settings(steps=1), "r")
-    Path("doors.py").write_text(ENV.replace("HINT", marks.replace("OUT", repr(str(Path.cwd() / "asked")))))
+    opened = f"with open({str(Path.cwd() / 'asked')!r}, 'a') as file"
+    marks = f"    def teacher_hint(self):\n        {opened}:\n            file.write('x')"
+    greedy = {"advantage": "remax", "kl": {"coef": 1.0}}
+    run(settings(marks, steps=1, eval={"every": 1, "tasks": 4}, algorithm=greedy), "r")
+    asked = Path("asked")
+    assert asked.read_text() == "x" * 6, "once for each episode that trains"
+    asked.unlink()
     for arguments in (["eval", "r", "--tasks", "2"], ["rescore", "r", "--json"]):
         shown = CliRunner().invoke(app, arguments)
         assert shown.exit_code == 0, shown.output
-        assert not Path("asked").exists(), arguments
+        assert not asked.exists(), arguments
 
 
 def test_the_average_of_another_run_is_no_teacher():

@@ -60,6 +60,7 @@ class EpisodeRequest:
     limits: EpisodeLimits
     sampling: Sampling
     token_check: Mode | None
+    hints: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +202,7 @@ class EnvWorker:
             order.limits,
             replace(order.sampling, stop_ids=self._renderer.stop_ids),
             None if order.token_check is None else TokenCheck(order.token_check, reports),
+            hints=order.hints,
         )
         playing = asyncio.ensure_future(
             run_episode(player, order.task, episode_id=order.episode_id, seed=order.seed)

@@ -163,7 +163,13 @@ class RemotePlayer:
         player, check = self.player, self.player.token_check
         mode = None if check is None else check.mode
         order = EpisodeRequest(
-            task, episode_id, seed, player.limits, replace(player.sampling, stop_ids=frozenset()), mode
+            task,
+            episode_id,
+            seed,
+            player.limits,
+            replace(player.sampling, stop_ids=frozenset()),
+            mode,
+            player.hints,
         )
         status = status or EpisodeStatus(episode_id, task.id)
         try:
