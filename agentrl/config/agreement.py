@@ -215,8 +215,8 @@ def _check_hints(config: RunConfig) -> None:
             f"algorithm.kl.where {config.algorithm.kl.where} lowers the rewards of all episodes, and only those "
             "with a hint have a teacher (teacher.hint): use algorithm.kl.where loss"
         )
-    alone = [name for name, view in config.by_env.items() if view.rollout.group_size == 1]
-    if teacher.shows_solved and len(alone) == len(config.by_env):
+    sizes = {view.rollout.group_size for view in config.by_env.values() if view.algorithm.kl.coef > 0}
+    if teacher.shows_solved and sizes == {1}:
         raise ValueError(
             f"teacher.hint {teacher.hint} shows another attempt at the same task, and rollout.group_size is 1: "
             "raise it"

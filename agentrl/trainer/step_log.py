@@ -118,7 +118,7 @@ class StepLog:
                 f"step {step}: {left_out:g} tool results had images, which the policy cannot read; "
                 "it saw a note instead"
             )
-        if metrics.get("hinted_episodes") == 0:
+        if metrics.get("hinted_episodes") == 0 and metrics["trained_tokens"] > 0:
             self.reporter.note(f"step {step}: {_nothing_hinted(metrics)}; the teacher trained nothing")
         if metrics["trained_tokens"] == 0:
             self.reporter.note(f"step {step}: {self._nothing_trained(metrics)}; the policy is unchanged")

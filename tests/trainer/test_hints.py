@@ -396,6 +396,30 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], text: str):
         settings(**changes)
 
 
+def test_attempts_are_shown_where_the_teacher_counts():
+    use = {"use": f"{Path.cwd()}/doors.py:Doors"}
+    envs = {"a": {**use, "rollout": {"group_size": 1}}, "b": use}
+    envs["b"] = {**use, "algorithm": {"kl_coef": 0.0, "advantage": "rloo"}}
+    given = {"env": None, "envs": envs, "teacher": {"policy": "initial", "hint": "solved"}}
+    with pytest.raises(ValueError, match="shows another attempt"):
+        settings(**given)
+
+
+def test_a_step_without_tokens_does_not_blame_the_hints():
+    rollout = {"groups_per_step": 3, "group_size": 2, "max_turns": 2, "max_tokens": 8, "token_budget": 300}
+    notes: list[str] = []
+
+    class Notes(Silent):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    config = settings(rollout={**rollout, "overlong": "mask"}, steps=1)
+    with RunStore.open(config, Path("r")) as store:
+        train_run(config, store, Notes())
+    assert any("the policy is unchanged" in note for note in notes)
+    assert not any("has a hint" in note for note in notes)
+
+
 def test_an_env_without_hints_is_refused_before_the_run():
     with pytest.raises(ConfigError, match=r"needs a method `teacher_hint\(self, episode\)` of Doors"):
         run(settings(""), "r")
