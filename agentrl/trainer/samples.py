@@ -15,7 +15,7 @@ from agentrl.chat.transcript import rows_of
 from agentrl.learner.split import StepRows
 from agentrl.rollout.limits import less_overlong
 from agentrl.run_folder.records import EpisodeRecord
-from agentrl.types import LIMITS, Episode, Group, Sample
+from agentrl.types import LIMITS, Episode, Group, Message, Sample, Segment, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +190,22 @@ def segment_turns(episode: Episode) -> dict[int, int]:
     it was called, the first turn if it was called in `setup`.
     """
     number_of = {id(turn.message): number for number, turn in enumerate(episode.turns)}
-    found, current = {}, 0
+    recorded = not any(id(message) in number_of for message in episode.messages)  # copies, read from a file
+    found, current, following = {}, 0, 0
     for i, segment in enumerate(episode.segments):
-        if segment.origin == "sampled":
-            message = None if segment.message is None else episode.messages[segment.message]
+        if segment.origin != "sampled":
+            continue
+        message = None if segment.message is None else episode.messages[segment.message]
+        if not recorded:
             current = number_of.get(id(message), current)
-            found[i] = current
+        elif following < len(episode.turns) and _is_of(episode.turns[following], segment, message):
+            current, following = following, following + 1
+        found[i] = current
     return found
+
+
+def _is_of(turn: Turn, segment: Segment, message: Message | None) -> bool:
+    return turn.message == message and turn.tokens == len(segment.ids)
 
 
 def _segment_rewards(episode: Episode, turn_of: Mapping[int, int]) -> dict[int, float]:

@@ -68,6 +68,41 @@ def test_a_replay_reaches_the_weights_of_the_run(changes: dict[str, Any]):
     assert first.equal, first.metrics
 
 
+TURNS = '''
+from agentrl import Message, Task, TextEnv, ToolResult
+
+
+class Turns(TextEnv):
+    """Say letters; the policy also answers itself."""
+
+    @classmethod
+    def tasks(cls, split, seed, size=20):
+        return [Task(f"{split}-{n}", {"number": n}) for n in range(size)]
+
+    async def setup(self, number: int) -> str:
+        await self.model.chat([Message("user", f"Think about {number}")], train=True)
+        return f"Say something about {number}"
+
+    async def reply(self, text):
+        said = await self.model.chat([Message("user", text)], train=True)
+        return ToolResult(str(said.content)[:9], reward=sum(c in "aeiou" for c in text) / 10)
+'''
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "changes",
+    [{"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3}}, {"algorithm": {"advantage": "turn_level"}}],
+)
+def test_rewards_of_turns_are_where_they_were(changes: dict[str, Any]):
+    Path("turns.py").write_text(TURNS)
+    env = {"use": f"{Path.cwd()}/turns.py:Turns"}
+    rollout = {"groups_per_step": 3, "group_size": 3, "max_turns": 3, "max_tokens": 6, "token_budget": 400}
+    run(settings(env=env, rollout=rollout, checkpoint={"every": 2}, **changes), "r")
+    found = replay(Path("r"), 2)
+    assert found.equal, found.metrics
+
+
 @pytest.mark.timeout(60)
 def test_a_difference_is_narrowed_down():
     run(settings(steps=2, checkpoint={"every": 1, "keep": 5}), "r")
