@@ -97,8 +97,10 @@ class Turns(TextEnv):
 def test_rewards_of_turns_are_where_they_were(changes: dict[str, Any]):
     Path("turns.py").write_text(TURNS)
     env = {"use": f"{Path.cwd()}/turns.py:Turns"}
-    rollout = {"groups_per_step": 3, "group_size": 3, "max_turns": 3, "max_tokens": 6, "token_budget": 400}
+    rollout = {"groups_per_step": 6, "group_size": 4, "max_turns": 3, "max_tokens": 80, "token_budget": 900}
     run(settings(env=env, rollout=rollout, checkpoint={"every": 2}, **changes), "r")
+    paid = [turn.reward for record in read_records(Path("r"), 1) for turn in record.episode.turns[:-1]]
+    assert any(paid), "of turns before the last"
     found = replay(Path("r"), 2)
     assert found.equal, found.metrics
 
