@@ -30,7 +30,7 @@ from bench.shared.verdict import finish, last_line
 from tests.doctor.planted import merged, train
 
 GOAL = 0.95
-ENV = f"{Path(__file__).with_name('self_distill_env.py')}:Doors"
+ENV = f"{Path(__file__).parent / 'shared/doors.py'}:Doors"
 ROLLOUT = {"groups_per_step": 8, "group_size": 4, "max_turns": 1, "max_tokens": 32, "token_budget": 400}
 READS: Mapping[str, Any] = {
     "name": "reads",

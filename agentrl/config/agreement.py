@@ -307,13 +307,14 @@ def _check_step(config: RunConfig) -> None:
             f"optim.warmup_steps is {config.optim.warmup_steps}, and the run has {config.steps} steps: the "
             "learning rate would never reach optim.lr; lower it, or raise steps"
         )
-    optim = config.optim
-    warmups = [key for key in ("warmup_steps", "warmup_ratio") if key in optim.written]
-    decays = "schedule" in optim.written and optim.schedule != "constant"
-    if decays and warmups and optim.warmup_of(config.steps) >= config.steps:
+    if (
+        "schedule" in config.optim.written
+        and config.optim.schedule != "constant"
+        and config.optim.warmup_ratio == 1
+    ):
         raise ValueError(
-            f"optim.schedule {optim.schedule} has no effect: optim.{warmups[0]} {getattr(optim, warmups[0]):g} "
-            "leaves no step in which the learning rate falls; lower it, or remove the schedule"
+            f"optim.schedule {config.optim.schedule} has no effect: optim.warmup_ratio 1 leaves no step in which "
+            "the learning rate falls; lower it, or remove the schedule"
         )
     if critic is not None and critic.warmup_steps >= config.steps:
         raise ValueError(

@@ -151,10 +151,6 @@ def test_heads_of_a_tiny_model_must_fit(sizes: dict[str, int], said: str):
             {"optim": {"schedule": "linear", "warmup_ratio": 1.0}},
             "linear has no effect: optim.warmup_ratio 1 ",
         ),
-        (
-            {"optim": {"schedule": "cosine", "warmup_steps": 20}, "steps": 20},
-            "cosine has no effect: optim.warmup_steps 20 ",
-        ),
     ],
 )
 def test_what_another_setting_makes_void_is_an_error(data: dict[str, Any], said: str):

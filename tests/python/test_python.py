@@ -127,7 +127,7 @@ class Interrupting:
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         for _ in range(self.times if step == 1 else 0):
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.1)
+            time.sleep(1.0)  # two that are pending at once are one
 
     def episodes(self, step: int, rows: Sequence[SampleEpisode]) -> None: ...
 
