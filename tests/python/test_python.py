@@ -24,6 +24,7 @@ from agentrl.importing import load_object, name_object
 from agentrl.reporting.loggers.protocol import RunInfo, SampleEpisode
 from agentrl.run_folder.records import read_metrics
 from agentrl.sandbox import Sandbox
+from agentrl.trainer.signals import StopRequest
 from agentrl.types import Task
 from tests.trainer.test_mixture import TINY
 
@@ -126,17 +127,30 @@ class Interrupting:
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         for _ in range(self.times if step == 1 else 0):
+            ASKED.clear()
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1.0)  # two that are pending at once are one
+            ASKED.wait(2)  # two that are pending at once would be one
 
     def episodes(self, step: int, rows: Sequence[SampleEpisode]) -> None: ...
 
     def finish(self, summary: Mapping[str, object]) -> None: ...
 
 
+ASKED = threading.Event()
+"""Set once an interrupt has been handled."""
+
+
 @pytest.mark.timeout(60)
-def test_an_interrupt_inside_a_loop_saves_and_returns_and_a_second_one_aborts(capsys: pytest.CaptureFixture[str]):
-    before = signal.getsignal(signal.SIGINT)
+def test_an_interrupt_inside_a_loop_saves_and_returns_and_a_second_one_aborts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    before, ask = signal.getsignal(signal.SIGINT), StopRequest.ask
+
+    def asked(self: StopRequest, *given: Any) -> None:
+        ASKED.set()
+        ask(self, *given)
+
+    monkeypatch.setattr(StopRequest, "ask", asked)
 
     async def cell(times: int) -> Any:
         config = SMALL | {"name": f"cell-{times}", "steps": 500, "loggers": [Interrupting(times)]}
