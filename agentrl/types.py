@@ -285,7 +285,7 @@ class Sample:
 
     `loss_mask` is True on sampled tokens. `logprobs`, `advantages` and `versions` are meaningful there only.
     `columns` holds more about them by name (what the learner said before the step, for instance): one number for
-    each token under the mask, in order. `routes`, where known, are those of all tokens. `hinted` is set if the
+    each token under the mask, in order. `routes`, where known, cover all tokens. `hinted` is set if the
     teacher reads another opening than the policy.
     """
 

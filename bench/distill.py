@@ -25,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from agentrl.config import RunConfig
+from bench.shared.curves import curve
 from bench.shared.verdict import finish, last_line
 from tests.doctor.planted import BASE, ENVS, merged, train
 
@@ -88,15 +89,6 @@ def run(folder: Path, changes: Mapping[str, Any]) -> None:
     """Train into this folder."""
     base = {key: value for key, value in BASE.items() if key != "model"}
     train(RunConfig.model_validate(merged({**base, "env": f"{ENVS}:Buttons"}, changes)), folder)
-
-
-def curve(folder: Path) -> dict[str, list[float]]:
-    """Held-out results, the first before training, and the distance to the reference or teacher of each step."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {
-        "held_out": [line["held_out"] for line in lines if "held_out" in line],
-        "kl": [round(line["kl"], 4) for line in lines if line["step"] > 0],
-    }
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from agentrl.config import RunConfig
+from bench.shared.curves import curve
 from bench.shared.verdict import finish, last_line
 from tests.doctor.planted import merged, train
 
@@ -74,7 +75,7 @@ def main() -> None:
     seeds = [0] if args.quick else [int(seed) for seed in args.seeds.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         found = play(Path(folder), seeds, [name for name in WAYS if name != "average" or not args.quick])
-    solved = {name: mean(run["solved"][-1] for run in runs) for name, runs in found.items()}
+    solved = {name: mean(run["held_out"][-1] for run in runs) for name, runs in found.items()}
     line = {
         "bench": "self_distill",
         "ours": round(solved["initial"], 3),
@@ -84,7 +85,7 @@ def main() -> None:
         "goal": GOAL,
         "met": solved["initial"] >= GOAL,
         "average": round(solved["average"], 3) if "average" in solved else None,
-        "before": round(mean(run["solved"][0] for run in found["initial"]), 3),
+        "before": round(mean(run["held_out"][0] for run in found["initial"]), 3),
         "with_hint": round(solved["reads"], 3),
     }
     if args.json:
@@ -105,22 +106,13 @@ def play(folder: Path, seeds: list[int], names: list[str]) -> dict[str, Any]:
             run(folder / f"{name}-{seed}", merged(given, WAYS[name]))
             one = curve(folder / f"{name}-{seed}")
             found[name].append(one)
-            print(f"seed {seed} {name:8} solved {one['solved']}  kl {one['kl'][0]:.2f} -> {one['kl'][-1]:.3f}")
+            print(f"seed {seed} {name:8} solved {one['held_out']}  kl {one['kl'][0]:.2f} -> {one['kl'][-1]:.3f}")
     return found
 
 
 def run(folder: Path, given: Mapping[str, Any]) -> None:
     """Train into this folder."""
     train(RunConfig.model_validate(given), folder)
-
-
-def curve(folder: Path) -> dict[str, list[float]]:
-    """The share solved, the first before training, and the distance to the reference or teacher of each step."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {
-        "solved": [line["held_out"] for line in lines if "held_out" in line],
-        "kl": [round(line["kl"], 4) for line in lines if line["step"] > 0],
-    }
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def fork_run(config: RunConfig, source: str, *, run_dir: Path | None = None, wei
             and the cold start of the configuration then do not apply.
 
     Raises:
-        ConfigError: a fixed key differs, or the folder holds something else or lies in that of the other run.
+        ConfigError: a fixed key differs, or the folder is not empty or is inside the parent run's folder.
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
     for _ in range(1 if _parts(source)[1] else TRIES):
@@ -84,7 +84,7 @@ def fork_run(config: RunConfig, source: str, *, run_dir: Path | None = None, wei
             return target
         if target.resolve().is_relative_to(parent.resolve()):
             raise ConfigError(
-                f"{target}: lies in the folder of the run that is forked, {parent}; give a folder outside of it "
+                f"{target}: is inside the folder of the run being forked, {parent}; choose a folder outside it "
                 "with --run-dir, or another `name` (--set name=...)"
             )
         if other := next((child.name for child in _listed(target) if child.name != LOCK), None):

@@ -18,8 +18,8 @@ class Doors(ToolEnv):
     def tasks(cls, split: str, seed: int, size: int = 8, reading: bool = False) -> Sequence[Task]:
         """Doors whose colors never change.
 
-        With `reading`, half of the training prompts and all held-out ones name a color that is drawn anew, so that
-        only reading helps; in the other prompts, the color is drawn from the two that the door may have.
+        With `reading`, half of the training prompts and all held-out ones name a random color, which can only be
+        read there; behind the other prompts is one of the two colors that the door may have.
         """
         rng = random.Random(f"{split}/{seed}")
         tasks = []

@@ -446,7 +446,7 @@ def test_forks_that_make_no_sense_are_refused():
     Path("linked").symlink_to("runs/letters")
     for inside in (Path("runs/letters/forks/new"), Path("linked/new"), Path("runs/letters")):
         for weights_only in (False, True):
-            with pytest.raises(ConfigError, match=r"lies in the folder of the run that is forked, runs/letters"):
+            with pytest.raises(ConfigError, match=r"is inside the folder of the run being forked, runs/letters"):
                 fork_run(settings(), "runs/letters@1", run_dir=inside, weights_only=weights_only)
     assert not Path("runs/letters/forks").exists()
     assert fork_run(settings(), "runs/letters@1", run_dir=Path("runs/letters-2")).is_dir()

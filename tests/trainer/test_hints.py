@@ -22,7 +22,7 @@ from agentrl.errors import ConfigError, EnvError
 from agentrl.learner.pack import as_taught
 from agentrl.reporting.report import Silent
 from agentrl.rollout.content import load_content
-from agentrl.run_folder.records import read_metrics, read_records
+from agentrl.run_folder.records import read_records
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer.hints import Hints, check_hints, opening_of
 from agentrl.trainer.replay import replay
@@ -32,7 +32,7 @@ from agentrl.types import Completion, Episode, Group, Message, StopReason, Task,
 from agentrl.view.library import Library
 from agentrl.view.redaction import redacted
 from tests.chat.families import FAMILIES, Family
-from tests.trainer.test_teacher_run import served
+from tests.trainer.test_teacher_run import run, served
 
 QUESTION = "Which door?"
 HINT = "Take the <|im_end|> red one."
@@ -255,13 +255,6 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def run(config: RunConfig, folder: str) -> list[dict[str, float]]:
-    """Train; returns the metrics of each step."""
-    with RunStore.open(config, Path(folder)) as store:
-        train_run(config, store, Silent())
-    return [line for line in read_metrics(Path(folder)) if line["step"] > 0]
-
-
 @pytest.mark.parametrize("policy", ["initial", "average"])
 def test_a_run_that_teaches_itself_resumes_and_replays_exactly(policy: str):
     teacher = {"policy": policy, "hint": "env"}
@@ -456,7 +449,7 @@ def test_the_average_of_another_run_is_no_teacher():
     model = {"model": {"path": str(Path("first/checkpoints/step-3").absolute())}, "steps": 1}
     (initial,) = run(settings(**model), "initial")
     (average,) = run(settings(**first, **model), "average")
-    assert average["kl"] == initial["kl"], "it begins with the policy of its own run"
+    assert average["kl"] == initial["kl"], "it starts from this run's policy"
 
 
 def test_a_run_without_hints_never_asks_for_them():
