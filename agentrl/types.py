@@ -286,7 +286,8 @@ class Sample:
     `loss_mask` is True on sampled tokens. `logprobs`, `advantages` and `versions` are meaningful there only.
     `columns` holds more about them by name (what the learner said before the step, for instance): one number for
     each token under the mask, in order. `routes`, where known, cover all tokens. `hinted` is set if the
-    teacher reads another opening than the policy.
+    teacher reads another opening than the policy. `observed` is True on the tokens of the env's answers, for the
+    observation loss; () if there is none.
     """
 
     ids: tuple[int, ...]
@@ -299,3 +300,4 @@ class Sample:
     columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     routes: Routes | None = None
     hinted: HintedOpening | None = None
+    observed: tuple[bool, ...] = ()

@@ -17,11 +17,13 @@ from agentrl.algo.segments import num_segments, segment_sum
 class Totals(NamedTuple):
     """What an optimizer update trains on, over all micro-batches and ranks.
 
-    `num_tokens` counts trained tokens; `num_sequences` counts the episodes that have at least one.
+    `num_tokens` counts trained tokens; `num_sequences` counts the episodes that have at least one; `num_observed`
+    counts tokens of the observation loss.
     """
 
     num_tokens: int
     num_sequences: int
+    num_observed: int = 0
 
 
 def totals_of_lengths(trained_tokens: Iterable[int]) -> Totals:

@@ -24,7 +24,8 @@ class TrainingRow:
 
     `loss_mask` is True on the sampled tokens that this row trains. `logprobs` and `versions` come from the sampler
     for sampled tokens and are 0.0 and -1 elsewhere. `spans` lists (segment, start, stop) of what it trains.
-    `routes` are those of all tokens, if the engine returned any.
+    `routes` are those of all tokens, if the engine returned any. `observed` is True on the messages that answer
+    the policy, without what the template writes between messages.
     """
 
     ids: tuple[int, ...]
@@ -33,6 +34,7 @@ class TrainingRow:
     versions: tuple[int, ...]
     spans: tuple[tuple[int, int, int], ...]
     routes: Routes | None = None
+    observed: tuple[bool, ...] = ()
 
 
 class Transcript:
@@ -305,11 +307,13 @@ class Transcript:
 def rows_of(segments: Sequence[Segment]) -> list[TrainingRow]:
     """Linearize a tree of segments leaf by leaf; each sampled token is trained in exactly one row.
 
-    A token shared by several leaves is trained with the first of them and is context in the others. A branch that
-    adds no sampled tokens produces no row, and a row ends with its last trained token.
+    A token shared by several leaves is trained with the first of them and is context in the others; the same holds
+    for observed tokens. A branch that adds no sampled tokens produces no row, and a row ends with its last trained
+    token.
     """
     inner = {segment.parent for segment in segments}
     trained: set[int] = set()
+    observed: set[int] = set()
     rows = []
     for leaf in range(len(segments)):
         if leaf in inner:
@@ -317,8 +321,11 @@ def rows_of(segments: Sequence[Segment]) -> list[TrainingRow]:
         path = _path(segments, leaf)
         new = [i for i in path if segments[i].origin == "sampled" and segments[i].ids and i not in trained]
         if new:
-            rows.append(_row(segments, path[: path.index(new[-1]) + 1], set(new)))
+            kept = path[: path.index(new[-1]) + 1]
+            answers = {i for i in kept if segments[i].origin == "observation"} - observed
+            rows.append(_row(segments, kept, set(new), answers))
             trained.update(new)
+            observed |= answers
     return rows
 
 
@@ -331,9 +338,10 @@ def _path(segments: Sequence[Segment], node: int) -> list[int]:
     return path[::-1]
 
 
-def _row(segments: Sequence[Segment], path: Sequence[int], trained: set[int]) -> TrainingRow:
+def _row(segments: Sequence[Segment], path: Sequence[int], trained: set[int], answers: set[int]) -> TrainingRow:
     ids: list[int] = []
     mask: list[bool] = []
+    observed: list[bool] = []
     logprobs: list[float] = []
     versions: list[int] = []
     spans = []
@@ -344,8 +352,11 @@ def _row(segments: Sequence[Segment], path: Sequence[int], trained: set[int]) ->
             spans.append((i, len(ids), len(ids) + count))
         ids += segment.ids
         mask += [i in trained] * count
+        observed += [i in answers] * count
         sampled = segment.origin == "sampled"
         logprobs += segment.logprobs if sampled else [0.0] * count
         versions += segment.versions if sampled else [-1] * count
     routes = routes_of([segments[i] for i in path])
-    return TrainingRow(tuple(ids), tuple(mask), tuple(logprobs), tuple(versions), tuple(spans), routes)
+    return TrainingRow(
+        tuple(ids), tuple(mask), tuple(logprobs), tuple(versions), tuple(spans), routes, tuple(observed)
+    )

@@ -32,6 +32,7 @@ def check_sections(config: RunConfig) -> None:
         _check_group_size(view, name)
         _check_room(view, name)
     _check_unrewarded(config)
+    _check_observed(config)
     _check_step(config)
     _check_places(config)
     _check_loggers(config)
@@ -224,19 +225,20 @@ def _check_hints(config: RunConfig) -> None:
 
 
 def _check_distilled(config: RunConfig, env: str = "") -> None:
-    """Without an advantage, only the KL penalty toward a teacher trains."""
+    """Without an advantage, only a teacher trains, or the observation loss."""
     algorithm, where = config.algorithm, f"envs.{env}: " if env else ""
     if algorithm.advantage.name != "none":
         return
-    if config.teacher is None or algorithm.kl.coef == 0:
+    if (config.teacher is None or algorithm.kl.coef == 0) and not algorithm.observation_coef:
         raise ValueError(
             f"{where}algorithm.advantage none leaves the rewards out, so nothing would be learned without a "
-            "teacher: set `teacher` and algorithm.kl.coef, or choose another advantage"
+            "teacher: set `teacher` and algorithm.kl.coef (or algorithm.observation_coef), or choose another "
+            "advantage"
         )
     if algorithm.drop_zero_signal_groups:
         raise ValueError(
             f"{where}algorithm.drop_zero_signal_groups drops every group with algorithm.advantage: none, so "
-            "the teacher would train nothing: remove it"
+            "nothing would be trained: remove it"
         )
 
 
@@ -258,9 +260,18 @@ def _check_unrewarded(config: RunConfig) -> None:
     for key, given in idle.items():
         if given:
             raise ValueError(
-                f"algorithm.{key} has no effect with algorithm.advantage: none, which leaves only the KL "
-                "penalty in the loss: remove it"
+                f"algorithm.{key} has no effect with algorithm.advantage: none, which leaves the policy loss "
+                "out: remove it"
             )
+
+
+def _check_observed(config: RunConfig) -> None:
+    """The env answers between the policy's turns."""
+    if config.algorithm.observation_coef and all(view.rollout.max_turns == 1 for view in config.by_env.values()):
+        raise ValueError(
+            "algorithm.observation_coef has no effect with rollout.max_turns 1: the policy reads no answer of the "
+            "env; raise rollout.max_turns, or remove it"
+        )
 
 
 def _check_group_size(config: RunConfig, env: str = "") -> None:

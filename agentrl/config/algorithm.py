@@ -193,6 +193,9 @@ class AlgorithmConfig(Section):
     """The KL penalty toward the reference policy."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus in the loss."""
+    observation_coef: Annotated[NonNegative, Advanced()] = 0.0
+    """Weight of the observation loss: the mean cross-entropy of the env's answers (tool results and messages
+    between the policy's turns), so that the policy also learns what its calls do (ECHO)."""
     entropy_top: Annotated[Share, Advanced()] = 1.0
     """Train only this fraction of a step's tokens, those with the highest entropy."""
     updates_per_step: Positive = 1

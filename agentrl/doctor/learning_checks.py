@@ -58,8 +58,12 @@ def no_signal(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _taught(evidence: Evidence) -> bool:
-    """Whether a teacher trains without any reward: not if it needs attempts that solved the task."""
-    return evidence.setting("teacher") is not None and evidence.setting("teacher.hint") != "solved"
+    """Whether a run trains without any reward: not with a teacher that needs attempts that solved the task."""
+    if evidence.setting("teacher") is not None:
+        return bool(evidence.setting("teacher.hint") != "solved")
+    advantage = evidence.setting("algorithm.advantage")
+    name = advantage.get("name") if isinstance(advantage, dict) else advantage
+    return bool(name == "none")
 
 
 def _never_solved(evidence: Evidence) -> bool:

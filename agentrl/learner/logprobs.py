@@ -41,6 +41,11 @@ class TokenStats(NamedTuple):
     at_Nk: Tensor | None = None
     likeliest: Likeliest | None = None
 
+    def first(self, count: int) -> TokenStats:
+        """Of the first tokens only."""
+        values = (self.logprobs_N, self.entropy_N, self.sum_pi_squared_N, self.at_Nk)
+        return TokenStats(*(None if value is None else value[:count] for value in values))  # type: ignore[arg-type]
+
 
 def token_stats(
     model: PreTrainedModel,

@@ -17,13 +17,18 @@ from agentrl.learner.sequence import SequenceRanks
 from agentrl.types import Sample
 
 
+def _no_tokens() -> Tensor:
+    return torch.zeros(0, dtype=torch.long)
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
     """One micro-batch, a prefix tree of T tokens, shared ones once. No padding.
 
     Tensors with suffix _N run over the N trained tokens; `source_N` is the flat position that predicts each,
     `sequence_N` numbers the episodes from 0, and `columns` are those of the samples. `routes_TLk` are the experts
-    that the sampler's routers chose, -1 where they are not known; None if none is.
+    that the sampler's routers chose, -1 where they are not known; None if none is. `observed_ids_O` are the O
+    tokens of the env's answers, predicted at `observed_source_O`.
     """
 
     ids_T: Tensor
@@ -36,6 +41,15 @@ class Packed:
     sequence_N: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     routes_TLk: Tensor | None = None
+    observed_source_O: Tensor = field(default_factory=_no_tokens)
+    observed_ids_O: Tensor = field(default_factory=_no_tokens)
+
+    def with_observed(self) -> Packed:
+        """The same tokens, and the observed ones are predicted as well: N + O, the trained ones first."""
+        if not len(self.observed_ids_O):
+            return self
+        source = torch.cat([self.source_N, self.observed_source_O])
+        return replace(self, source_N=source, ids_N=torch.cat([self.ids_N, self.observed_ids_O]))
 
     def part(self) -> PackedPart:
         """What this rank computes of it: all, unless ranks split the rows."""
@@ -106,6 +120,7 @@ def pack(
     rows = in_pack_order(samples)
     tree = prefix_tree([row.ids for row in rows])
     source, ids, logprobs, advantages, sequence = [], [], [], [], []
+    observed_source, observed_ids = [np.zeros(0, np.int64)], list[int]()
     numbers: dict[str, int] = {}
     columns: dict[str, list[float]] = {name: [] for name in (samples[0].columns if samples else ())}
     for place, row in enumerate(rows):
@@ -120,6 +135,9 @@ def pack(
         sequence += [number] * len(trained)
         for name, column in columns.items():
             column += row.columns[name]
+        if observed := [t for t, on in enumerate(row.observed) if on]:
+            observed_source.append(tree.positions(place)[np.asarray(observed, np.int64) - 1])
+            observed_ids += [row.ids[t] for t in observed]
     spans = Spans(tree.spans, torch.device(device), together)
     return Packed(
         ids_T=torch.from_numpy(tree.ids_T).to(device),
@@ -132,6 +150,8 @@ def pack(
         sequence_N=torch.tensor(sequence, dtype=torch.long, device=device),
         columns={name: torch.tensor(values, dtype=dtype, device=device) for name, values in columns.items()},
         routes_TLk=_routes(rows, tree, device),
+        observed_source_O=torch.from_numpy(np.concatenate(observed_source)).to(device),
+        observed_ids_O=torch.tensor(observed_ids, dtype=torch.long, device=device),
     )
 
 
@@ -170,6 +190,7 @@ def as_taught(row: Sample) -> Sample:
         versions=(0,) * len(ids) + row.versions[cut:],
         routes=None,
         hinted=None,
+        observed=(),
     )
 
 

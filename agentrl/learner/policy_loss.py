@@ -87,6 +87,7 @@ def policy_loss(
     totals: Totals,
     *,
     frozen: Frozen | None = None,
+    observed_O: Tensor | None = None,
     kl_coef: float = 0.0,
     first_update: bool = True,
     record: bool = False,
@@ -100,6 +101,7 @@ def policy_loss(
         stats: of the policy that is trained, with gradients.
         totals: counts of the whole update.
         frozen: log-probabilities under the reference or teacher, if the loss has a KL penalty.
+        observed_O: log-probabilities of the env's answers under the policy, if the loss has an observation loss.
         kl_coef: the current weight of the penalty.
         first_update: whether the policy is still the one that the step began with.
         record: return the values of the tokens.
@@ -158,6 +160,9 @@ def policy_loss(
         metrics["entropy"] = mean_of(stats.entropy_N)
         if config.entropy_coef > 0:
             loss = loss - config.entropy_coef * aggregate(stats.entropy_N, weights_N, mask_N)
+    if observed_O is not None:
+        loss = loss - config.observation_coef * observed_O.sum() / max(totals.num_observed, 1)
+        metrics["observation_loss"] = mean_of(-observed_O)
     metrics["loss"] = sum_of(loss)
     return Loss(loss, metrics, measured, tokens)
 

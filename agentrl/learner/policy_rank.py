@@ -140,7 +140,7 @@ class LocalPolicyRank:
             with self._replaying(packed):  # in the backward pass too, which may compute blocks again
                 frozen, at_Nk = self._frozen(rows, packed)
                 with saving(self.config):
-                    stats = self._stats(self.policy, packed, frozenset({"entropy"}), at_Nk=at_Nk)
+                    stats, observed_O = self._trained(packed, at_Nk)
                     routes = route_metrics(self.replay, packed) if first else {}
                     loss = policy_loss(
                         self.policy_loss,
@@ -148,6 +148,7 @@ class LocalPolicyRank:
                         stats,
                         of.totals,
                         frozen=frozen,
+                        observed_O=observed_O,
                         kl_coef=of.kl_coef,
                         first_update=first,
                         record=of.record and bool(rows),
@@ -223,6 +224,18 @@ class LocalPolicyRank:
             likeliest=likeliest,
             vocabulary=_vocabulary(self.policy),
         )
+
+    def _trained(self, packed: Packed, at_Nk: Tensor | None) -> tuple[TokenStats, Tensor | None]:
+        """Statistics of the trained tokens under the policy and, if they have a loss, the log-probabilities of the
+        observed ones, from one forward pass."""
+        wanted = frozenset({"entropy"})
+        if self.algorithm.observation_coef == 0:
+            return self._stats(self.policy, packed, wanted, at_Nk=at_Nk), None
+        count, both = len(packed.ids_N), packed.with_observed()
+        if at_Nk is not None:  # no others are compared there
+            at_Nk = torch.cat([at_Nk, both.ids_N[count:, None].expand(-1, at_Nk.shape[1])])
+        stats = self._stats(self.policy, both, wanted, at_Nk=at_Nk)
+        return stats.first(count), stats.logprobs_N[count:]
 
     def _frozen(self, rows: Rows, packed: Packed) -> tuple[Frozen | None, Tensor | None]:
         """Log-probabilities under the reference or teacher if the loss has a KL penalty, and the [N, k] ids to

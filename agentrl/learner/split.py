@@ -155,6 +155,7 @@ def split_step(step: StepRows, passes: Passes, *, ranks: int, max_tokens: int) -
     for number, episodes in enumerate(passes.mini_batches(list(lengths)) or [[]]):
         totals = totals_of_lengths(lengths[name] for name in episodes)
         part = [row for _, row in sorted((row for name in episodes for row in rows_of[name]), key=lambda r: r[0])]
+        totals = totals._replace(num_observed=sum(sum(row.observed) for row in part))
         for rank, rows in enumerate(split_rows(part, ranks=ranks, max_tokens=max_tokens)):
             # A gradient of 0 is one as well: the optimizer continues by its momentum.
             rows = rows or ((),) if totals.num_tokens else rows

@@ -131,6 +131,11 @@ METRICS: tuple[MetricDoc, ...] = (
             "nats",
             "Mean KL estimate to the reference or teacher per token (penalty in the reward).",
         ),
+        (
+            "*observation_loss",
+            "nats",
+            "Mean cross-entropy of the env's answers per token (`algorithm.observation_coef`).",
+        ),
         ("kl_coef", "", "Weight of the KL penalty in this step, if it is adaptive."),
         ("hinted_episodes", "episodes", "Episodes that the teacher reads with a hint (`teacher.hint`)."),
         ("hints_too_long", "episodes", "Episodes that are too long with their hint, which the teacher skips."),

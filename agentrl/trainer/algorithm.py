@@ -81,7 +81,7 @@ class Algorithm:
 
     def rows(self, groups: Sequence[Group]) -> TrainingRows:
         """Sampled tokens, each reward on the token that earned it."""
-        samples, scores = to_samples(groups, overlong=self.overlong)
+        samples, scores = to_samples(groups, overlong=self.overlong, observed=self.config.observation_coef > 0)
         hinted = Hinted(samples, {}, {}) if self.hints is None else self.hints.add(samples, groups)
         samples = hinted.rows
         if self.kl_by_env and self.config.kl.in_loss:
@@ -177,10 +177,11 @@ class Algorithm:
     @property
     def skips(self) -> bool:
         """Whether an episode whose advantages are all 0 changes nothing but the counts, so that its rows need no
-        pass. Never if a critic learns from it, it has a penalty or bonus, or its tokens affect other episodes."""
+        pass. Never if a critic learns from it, it has a penalty, bonus or observation loss, or its tokens affect
+        other episodes."""
         c, correction = self.config, self.configured.correction
         shared = correction.normalize or correction.reject or correction.veto is not None or c.entropy_top < 1
-        learns = c.kl.in_loss or c.entropy_coef or "values_N" in self.estimator.needs
+        learns = c.kl.in_loss or c.entropy_coef or c.observation_coef or "values_N" in self.estimator.needs
         return self.configured.silent and not (learns or shared)
 
     def observe(self, values: Mapping[str, float], num_episodes: int) -> dict[str, float]:

@@ -26,7 +26,7 @@ from agentrl.trainer.save import resume
 from agentrl.trainer.start import make_learner, start_directory
 from agentrl.types import Group
 
-FORWARD = ("kl", "entropy", "loss", "critic/value", "critic/value_error")
+FORWARD = ("kl", "entropy", "observation_loss", "loss", "critic/value", "critic/value_error")
 """Metrics of the forward passes."""
 BACKWARD = ("grad_norm", "critic/grad_norm")
 """Metrics of the backward passes, compared after those of the forward passes."""

@@ -327,13 +327,20 @@ def _step_log(setting: _Setting, content: Content) -> StepLog:
         {
             name: RewardWatch(part.make_env())
             for name, part in content.by_env.items()
-            if setting.config.teacher is None or setting.config.teacher.hint == "solved"
+            if _needs_rewards(setting.config.by_env[name])
         },
         setting.store.redraws(),
         setting.disk_thread,
         setting.examiner,
         setting.loggers,
     )
+
+
+def _needs_rewards(config: RunConfig) -> bool:
+    """Whether an env without rewards teaches nothing."""
+    if config.teacher is None:
+        return config.algorithm.advantage.name != "none"
+    return config.teacher.hint == "solved"
 
 
 def _weight_check(

@@ -75,17 +75,20 @@ def penalised(groups: Sequence[Group], penalty: float) -> list[Group]:
     ]
 
 
-def to_samples(groups: Sequence[Group], *, overlong: str) -> tuple[list[Sample], Scores]:
+def to_samples(groups: Sequence[Group], *, overlong: str, observed: bool = False) -> tuple[list[Sample], Scores]:
     """Rows for the loss, without advantages yet, and the scores that advantages are computed from.
 
     Every scored episode counts in group statistics. Episodes that failed the tokenization check have no rows; nor
     do truncated ones if `overlong` is "mask".
+
+    Args:
+        observed: whether the rows say which of their tokens are the env's answers.
     """
     samples: list[Sample] = []
     lengths: list[int] = []
     numbered = [(number, episode) for number, group in enumerate(groups) for episode in group.episodes]
     for number, episode in numbered:
-        rows = episode_samples(episode, group=number)
+        rows = episode_samples(episode, group=number, observed=observed)
         lengths.append(sum(sum(row.loss_mask) for row in rows))
         broken = bool(episode.metrics.get("tokens/failed"))
         if not broken and not (overlong == "mask" and episode.stop_reason in LIMITS):
@@ -150,7 +153,7 @@ def to_records(
     return records
 
 
-def episode_samples(episode: Episode, *, group: int = 0) -> list[Sample]:
+def episode_samples(episode: Episode, *, group: int = 0, observed: bool = False) -> list[Sample]:
     """The rows of one episode; rows without a sampled token are left out.
 
     Columns: `segment` and `turn` of each trained token, and `reward`: a turn's rewards are on its last token, the
@@ -178,6 +181,7 @@ def episode_samples(episode: Episode, *, group: int = 0) -> list[Sample]:
                 group=group,
                 columns={name: tuple(values) for name, values in columns.items()},
                 routes=row.routes,
+                observed=row.observed if observed else (),
             )
         )
     return rows

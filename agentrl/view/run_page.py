@@ -25,7 +25,7 @@ GROUPS = {
     "rewards": ("solved", "reward"),
     "held out": ("held_out",),
     "policy": ("entropy", "kl", "drift", "staleness", "clip", "policy_kl", "log_ratio", "correction"),
-    "learner": ("loss", "grad_norm", "lr", "critic"),
+    "learner": ("loss", "observation_loss", "grad_norm", "lr", "critic"),
     "lengths": ("sampled_tokens", "turns", "trained_tokens", "learner_tokens", "tokens"),
     "tools": ("env/", "malformed"),
     "time": ("seconds", "_seconds", "tokens_per_s", "rank/", "server/"),

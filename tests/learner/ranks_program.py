@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from direct import DirectLearner
-from train_models import make_batch, scored, write_model
+from train_models import make_batch, observed, scored, write_model
 
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
@@ -25,7 +25,7 @@ from agentrl.learner.rank_pool import RankPool, RankWorker
 from agentrl.ray_cluster import connect, import_ray
 
 STEPS = 4
-ALGORITHM = AlgorithmConfig(kl={"coef": 0.05}, updates_per_step=2, epochs=2)
+ALGORITHM = AlgorithmConfig(kl={"coef": 0.05}, updates_per_step=2, epochs=2, observation_coef=0.1)
 
 
 def learner(
@@ -50,7 +50,7 @@ def learner(
 
 
 def steps(driver: DirectLearner, first: int, last: int) -> list[dict[str, float]]:
-    return [dict(driver.step(make_batch(seed, groups=2)).metrics) for seed in range(first, last)]
+    return [dict(driver.step(observed(make_batch(seed, groups=2))).metrics) for seed in range(first, last)]
 
 
 def process_of(pool: RankPool) -> int:

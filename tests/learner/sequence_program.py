@@ -31,7 +31,7 @@ from agentrl.learner.sequence_check import check_sequence
 from agentrl.learner.shard import World
 from agentrl.ports import reserved_port
 from tests.learner.direct import DirectLearner
-from tests.learner.train_models import VOCABULARY, make_batch, routed, scored, write_model
+from tests.learner.train_models import VOCABULARY, make_batch, observed, routed, scored, write_model
 
 STEPS = 5
 SHAPE: dict[str, Any] = {
@@ -58,9 +58,13 @@ FAMILIES = {
     ),
 }
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "qwen3": ("qwen3", {"kl": {"coef": 0.05}, "entropy_coef": 0.01, "updates_per_step": 2}, {}),
+    "qwen3": (
+        "qwen3",
+        {"kl": {"coef": 0.05}, "entropy_coef": 0.01, "updates_per_step": 2, "observation_coef": 0.1},
+        {},
+    ),
     "llama": ("llama", {"loss": "gspo"}, {"checkpoint_activations": True}),
-    "gemma3": ("gemma3", {}, {"logits_at_once": 5}),
+    "gemma3": ("gemma3", {"observation_coef": 0.3}, {"logits_at_once": 5}),
     "mistral": ("mistral", {"kl": {"coef": 0.05}}, {"lora": {"rank": 4, "alpha": 8}}),
     "critic": ("qwen3", {"advantage": "gae"}, {"checkpoint_activations": True, "logits_at_once": 0}),
     "moe": ("moe", {}, {}),
@@ -137,6 +141,8 @@ def steps(driver: DirectLearner, case: str, first: int, last: int) -> list[dict[
     rows = [make_batch(seed, groups=2) for seed in range(first, last)]
     if case == "replay":
         rows = [routed(batch, layers=2, top_k=2, experts=4) for batch in rows]
+    if "observation_coef" in CASES[case][1]:
+        rows = [observed(batch) for batch in rows]
     given = [scored(batch) if case == "critic" else (batch, None) for batch in rows]
     return [dict(driver.step(*step).metrics) for step in given]
 

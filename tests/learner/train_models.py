@@ -85,6 +85,14 @@ def make_batch(seed: int, *, groups: int = 3, size: int = 4) -> list[Sample]:
     return samples
 
 
+def observed(samples: Sequence[Sample]) -> list[Sample]:
+    """With the tokens between sampled ones as answers of the env."""
+    return [
+        replace(s, observed=tuple(not on and t > s.loss_mask.index(True) for t, on in enumerate(s.loss_mask)))
+        for s in samples
+    ]
+
+
 def routed(samples: Sequence[Sample], *, layers: int, top_k: int, experts: int) -> list[Sample]:
     """Experts for every token, the same where rows begin alike; the last token of each row has none."""
     found = []

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from agentrl.cli.app import app
 from agentrl.errors import CheckpointError
 from agentrl.run_folder.checkpoints import _seal
-from agentrl.run_folder.records import compress, episodes_file, read_records
+from agentrl.run_folder.records import compress, episodes_file, read_metrics, read_records
 from agentrl.trainer.replay import groups_of, replay
 from tests.trainer.test_changed_runs import own_folder, run, settings, weights  # noqa: F401 - a fixture
 
@@ -92,7 +92,10 @@ class Turns(TextEnv):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "changes",
-    [{"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3}}, {"algorithm": {"advantage": "turn_level"}}],
+    [
+        {"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3}},
+        {"algorithm": {"advantage": "turn_level", "observation_coef": 0.1}},
+    ],
 )
 def test_rewards_of_turns_are_where_they_were(changes: dict[str, Any]):
     Path("turns.py").write_text(TURNS)
@@ -103,6 +106,7 @@ def test_rewards_of_turns_are_where_they_were(changes: dict[str, Any]):
     assert any(paid), "of turns before the last"
     found = replay(Path("r"), 2)
     assert found.equal, found.metrics
+    assert ("observation_loss" in read_metrics(Path("r"))[-1]) == ("observation_coef" in changes["algorithm"])
 
 
 @pytest.mark.timeout(60)

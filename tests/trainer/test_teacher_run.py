@@ -230,6 +230,7 @@ def test_a_teacher_that_nobody_serves_is_refused_before_the_run(teacher: Path):
         ({"algorithm": {"kl": {"kind": "unbiased", "top": 9}}}, "algorithm.kl.top has no effect"),
         ({"learner": {"reference_ranks": 2}, "algorithm": {"kl": {"kind": "full"}}}, "full compares whole"),
         ({"rollout": {"refill_zero_signal": True}}, "compares no siblings"),
+        ({"algorithm": {"observation_coef": 0.1}, "rollout": {"max_turns": 1}}, "observation_coef has no effect"),
     ],
 )  # fmt: skip
 def test_what_has_no_effect_is_refused(changes: dict[str, Any], text: str):

@@ -11,7 +11,8 @@ from agentrl.algo.step_data import Advantages, StepData
 
 
 class NoAdvantage(Named):
-    """0 for every token: the policy learns from the KL penalty toward `teacher` alone (on-policy distillation).
+    """0 for every token: the policy learns from the KL penalty toward `teacher` alone (on-policy distillation), or
+    from the observation loss.
 
     Source: Thinking Machines Lab, "On-Policy Distillation" (2025); Agarwal et al., arXiv:2306.13649.
     """

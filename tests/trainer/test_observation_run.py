@@ -1,0 +1,86 @@
+"""Runs with an observation loss: the policy learns what the env answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.config.run import RunConfig
+from agentrl.doctor.examine import findings
+from agentrl.reporting.report import Silent
+from agentrl.run_folder.records import read_metrics
+from agentrl.run_folder.store import RunStore
+from agentrl.trainer.run import train_run
+
+ENV = '''
+from agentrl import Task, TextEnv, ToolResult, reward
+
+
+class Parrot(TextEnv):
+    """Says the same whatever the policy says."""
+
+    @classmethod
+    def tasks(cls, split, seed, size=20):
+        return [Task(f"{split}-{n}", {"number": n}) for n in range(size)]
+
+    def setup(self, number: int) -> str:
+        return f"Say something about {number}"
+
+    def reply(self, text):
+        return ToolResult("Polly wants a cracker, and nothing else will do.", reward=0.0)
+'''
+PAID = """
+    @reward
+    def paid(self) -> float:
+        return 1.0
+"""
+TINY = {"tiny": {"hidden": 32, "layers": 1, "heads": 2, "intermediate": 64, "vocab": 330, "max_context": 512}}
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("parrot.py").write_text(ENV)
+
+
+def settings(**changes: Any) -> RunConfig:
+    base: dict[str, Any] = {
+        "name": "parrot",
+        "steps": 8,
+        "env": {"use": f"{Path.cwd()}/parrot.py:Parrot"},
+        "model": TINY,
+        "rollout": {"groups_per_step": 6, "group_size": 4, "max_turns": 3, "max_tokens": 80, "token_budget": 500},
+        "algorithm": {"advantage": "none", "kl": {"coef": 0}, "observation_coef": 1.0},
+        "optim": {"lr": 1e-2, "warmup_steps": 0},
+        "eval": {"every": 0, "tasks": 1},
+        "checkpoint": {"every": 4},
+    }
+    return RunConfig.model_validate(base | changes)
+
+
+def run(config: RunConfig, folder: str) -> list[dict[str, float]]:
+    """Train; returns the metrics of each step."""
+    with RunStore.open(config, Path(folder)) as store:
+        train_run(config, store, Silent())
+    return [line for line in read_metrics(Path(folder)) if line["step"] > 0]
+
+
+def test_without_rewards_the_policy_learns_what_the_env_says_and_resumes_exactly():
+    lines = run(settings(), "whole")
+    assert lines[-1]["observation_loss"] < 0.6 * lines[0]["observation_loss"]
+    assert [line["loss"] for line in lines] == pytest.approx(
+        [line["observation_loss"] for line in lines], rel=1e-5
+    )
+    assert not {f.name for f in findings(Path("whole"))} & {"no-signal", "never-solved"}
+    run(settings(steps=4), "halves")
+    again = run(settings(), "halves")
+    assert [line["observation_loss"] for line in again] == [line["observation_loss"] for line in lines]
+
+
+def test_groups_without_signal_still_teach_what_the_env_says():
+    Path("parrot.py").write_text(ENV + PAID)
+    lines = run(settings(steps=4, algorithm={"kl": {"coef": 0}, "observation_coef": 0.5}), "r")
+    assert all(line["groups_with_signal"] == 0 for line in lines), "every episode earns 1"
+    assert lines[-1]["observation_loss"] < 0.8 * lines[0]["observation_loss"]
