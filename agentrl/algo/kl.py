@@ -64,8 +64,8 @@ def kl_per_token(
     return _value(kind, d_T)
 
 
-def whole_kl(at_Tk: Tensor, ref_at_Tk: Tensor, *, rest: bool) -> Tensor:
-    """[T] KL(policy, reference) of the distributions in the place of each token.
+def whole_kl(at_Tk: Tensor, ref_at_Tk: Tensor, *, rest: bool, beta: float = 1.0) -> Tensor:
+    """[T] a divergence of policy and reference in the place of each token: KL(policy, reference) by default.
 
     Its gradient does not depend on the token drawn there (Rao-Blackwell). Where `rest`, the k tokens are not the
     whole vocabulary, and the others count as one more token; the result is then a lower bound.
@@ -73,14 +73,30 @@ def whole_kl(at_Tk: Tensor, ref_at_Tk: Tensor, *, rest: bool) -> Tensor:
     Args:
         at_Tk: [T, k] log-probabilities under the policy; gradients flow into them.
         ref_at_Tk: [T, k] of the same tokens under the reference; no gradient.
+        beta: of the generalized Jensen-Shannon divergence, arXiv:2306.13649, equation 1: with the mixture m of
+            beta * reference and (1 - beta) * policy, beta * KL(reference, m) + (1 - beta) * KL(policy, m). As in
+            TRL, 1 is KL(policy, reference) and 0 is KL(reference, policy).
     """
-    ref_at_Tk = ref_at_Tk.detach()
-    kl_T = (at_Tk.exp() * (at_Tk - ref_at_Tk)).sum(-1)
-    if not rest:
-        return kl_T
-    least = torch.finfo(at_Tk.dtype).eps
-    others_T, ref_others_T = ((1 - logprobs.exp().sum(-1)).clamp(min=least) for logprobs in (at_Tk, ref_at_Tk))
-    return kl_T + others_T * (others_T.log() - ref_others_T.log())
+    own, other = at_Tk, ref_at_Tk.detach()
+    if rest:
+        own, other = _with_rest(own), _with_rest(other)
+    if beta == 1:
+        return _expected(own, own - other)
+    if beta == 0:
+        return _expected(other, other - own)
+    mixture = torch.logaddexp(own + math.log1p(-beta), other + math.log(beta))
+    return beta * _expected(other, other - mixture) + (1 - beta) * _expected(own, own - mixture)
+
+
+def _with_rest(at_Tk: Tensor) -> Tensor:
+    """[T, k + 1] with all other tokens as one more."""
+    others_T = (1 - at_Tk.exp().sum(-1)).clamp(min=torch.finfo(at_Tk.dtype).eps)
+    return torch.cat([at_Tk, others_T.log()[..., None]], dim=-1)
+
+
+def _expected(logprobs_Tk: Tensor, values_Tk: Tensor) -> Tensor:
+    """[T] the mean of the values under a distribution; impossible tokens count 0, whatever their value."""
+    return (logprobs_Tk.exp() * values_Tk.masked_fill(logprobs_Tk == -torch.inf, 0.0)).sum(-1)
 
 
 def _value(kind: str, d_T: Tensor) -> Tensor:

@@ -183,8 +183,9 @@ def _check_teacher(config: RunConfig) -> None:
             "algorithm.kl.kind full compares whole distributions, which only the policy's own ranks can: use "
             "centered, or load the model there (teacher.path, and no learner.reference_ranks)"
         )
-    if "top" in kl.written and not (kl.in_loss and kl.kind == "full"):
-        raise ValueError("algorithm.kl.top has no effect unless algorithm.kl.kind is full: remove it")
+    for key in ("top", "jsd_beta"):
+        if key in kl.written and not (kl.in_loss and kl.kind == "full"):
+            raise ValueError(f"algorithm.kl.{key} has no effect unless algorithm.kl.kind is full: remove it")
     if teacher is not None and teacher.url is not None and config.rollout.temperature != 1:
         raise ValueError(
             f"teacher.url scores at temperature 1, and rollout.temperature is {config.rollout.temperature:g}: set "

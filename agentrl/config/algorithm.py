@@ -100,6 +100,10 @@ class KLConfig(Section):
     top: Annotated[Count, Advanced()] = 128
     """`full`: how many tokens, the likeliest of the reference or teacher in each place, are compared one by one;
     the others count as one. 0: the whole vocabulary; memory grows with it."""
+    jsd_beta: Annotated[float, Field(ge=0, le=1), Advanced()] = 1.0
+    """`full`: 1 is the KL divergence of the policy from the reference or teacher (reverse KL), which seeks one of
+    its modes; 0 is the opposite direction (forward KL), which covers all of them; values between interpolate
+    (generalized Jensen-Shannon divergence, GKD)."""
     control: Annotated[Literal["fixed", "adaptive"], NeverWhen("coef", 0), Advanced()] = "fixed"
     """Keep the weight fixed, or adapt it to the measured KL; the current weight is saved in checkpoints."""
     target: Annotated[Above0, OnlyWhen("control", "adaptive"), Advanced()] = 0.1

@@ -29,7 +29,7 @@ from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.algo.metrics import Metric, Metrics, mean_of, sum_of
 from agentrl.algo.parameters import Named
 from agentrl.algo.ratio import LossOutput
-from agentrl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from agentrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 from agentrl.config.choice import OwnFunction
 from agentrl.errors import ConfigError, traceback_of
 from agentrl.importing import load_function, try_function
@@ -150,7 +150,7 @@ def policy_loss(
         if configured.correction.importance != "none":
             tokens["weights"] = columns.get("correction", loss_weights_N / weights_N)
     if frozen is not None and kl_coef > 0:
-        kl_N = _kl(config.kl.loss_kind, stats, frozen, mask_N, columns.get("kl_mean"))
+        kl_N = _kl(config.kl, stats, frozen, mask_N, columns.get("kl_mean"))
         scaled_N = kl_N * columns["kl_scale"] if "kl_scale" in columns else kl_N  # an env with its own weight
         if "hinted" in columns:  # a teacher that reads hints has nothing to say of other episodes
             scaled_N, kl_N = scaled_N * columns["hinted"], kl_N[columns["hinted"] > 0]
@@ -167,13 +167,13 @@ def policy_loss(
     return Loss(loss, metrics, measured, tokens)
 
 
-def _kl(kind: str, stats: TokenStats, frozen: Frozen, mask_N: Tensor, mean_N: Tensor | None) -> Tensor:
+def _kl(config: KLConfig, stats: TokenStats, frozen: Frozen, mask_N: Tensor, mean_N: Tensor | None) -> Tensor:
     """[N] the KL of each token."""
-    if kind != "full":
-        return kl_per_token(kind, stats.logprobs_N, frozen.logprobs_N, mask_N, mean_N)
+    if config.loss_kind != "full":
+        return kl_per_token(config.loss_kind, stats.logprobs_N, frozen.logprobs_N, mask_N, mean_N)
     assert stats.at_Nk is not None
     assert frozen.likeliest_Nk is not None
-    return whole_kl(stats.at_Nk, frozen.likeliest_Nk, rest=frozen.rest)
+    return whole_kl(stats.at_Nk, frozen.likeliest_Nk, rest=frozen.rest, beta=config.jsd_beta)
 
 
 def _clipped(loss: Tensor, logprobs_N: Tensor, pulls_N: Tensor) -> Tensor:

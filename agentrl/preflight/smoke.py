@@ -142,7 +142,7 @@ def _without_teacher(given: RunConfig) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {"teacher": None}
     if given.algorithm.kl.kind != "full":
-        found["algorithm.kl.top"] = None
+        found |= {"algorithm.kl.top": None, "algorithm.kl.jsd_beta": None}
     advantages = {"algorithm": given.algorithm.advantage}
     advantages |= {
         f"envs.{name}.algorithm": env.algorithm.advantage

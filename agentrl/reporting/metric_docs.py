@@ -125,7 +125,12 @@ METRICS: tuple[MetricDoc, ...] = (
         "objective",
         ("*loss", "", "The policy loss with its penalties, averaged over the step's optimizer updates."),
         ("*entropy", "nats", "Mean entropy of the policy at trained tokens."),
-        ("*kl", "nats", "Mean KL to the reference or teacher per trained token (penalty in the loss)."),
+        (
+            "*kl",
+            "nats",
+            "Mean KL to the reference or teacher per trained token (penalty in the loss); with "
+            "`algorithm.kl.jsd_beta` that divergence.",
+        ),
         (
             "*kl_in_reward",
             "nats",

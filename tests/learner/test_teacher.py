@@ -80,12 +80,25 @@ def tables(model: torch.nn.Module, samples: Sequence[Sample], temperature: float
     return torch.stack(found)
 
 
-@pytest.mark.parametrize(("top", "temperature"), [(0, 1.0), (0, 0.7), (20, 1.0), (VOCABULARY - 1, 1.0)])
-def test_full_is_the_kl_of_the_whole_distributions(
-    policy_dir: Path, teacher_dir: Path, top: int, temperature: float
+@pytest.mark.parametrize(
+    ("top", "temperature", "beta"),
+    [
+        (0, 1.0, 1.0),
+        (0, 0.7, 1.0),
+        (20, 1.0, 1.0),
+        (VOCABULARY - 1, 1.0, 1.0),
+        (0, 0.7, 0.0),
+        (20, 1.0, 0.0),
+        (0, 1.0, 0.5),
+        (20, 1.0, 0.1),
+    ],
+)
+def test_full_is_the_divergence_of_the_whole_distributions(
+    policy_dir: Path, teacher_dir: Path, top: int, temperature: float, beta: float
 ):
     samples = without_advantage(make_batch(3))
-    learner = make_learner(policy_dir, {"path": str(teacher_dir)}, temperature=temperature, kind="full", top=top)
+    kl = {"kind": "full", "top": top, "jsd_beta": beta}
+    learner = make_learner(policy_dir, {"path": str(teacher_dir)}, temperature=temperature, **kl)
     gradient, metrics = step(learner, samples)
     policy, teacher = plain_model(policy_dir), plain_model(teacher_dir)
     own_NV = tables(policy, samples, temperature)
@@ -97,10 +110,18 @@ def test_full_is_the_kl_of_the_whole_distributions(
         rest_N, other_rest_N = (1 - t.exp().sum(-1) for t in (own_NV, other_NV))
         own_NV = torch.cat([own_NV, rest_N.log()[:, None]], 1)
         other_NV = torch.cat([other_NV, other_rest_N.log()[:, None]], 1)
-    kl = (own_NV.exp() * (own_NV - other_NV)).sum(-1).mean()
-    assert metrics["kl"] == pytest.approx(float(kl.detach()), rel=1e-4)
+    own, other = own_NV.exp(), other_NV.exp()
+    mixture = beta * other + (1 - beta) * own
+    if beta == 1:
+        found = (own * (own / other).log()).sum(-1)
+    elif beta == 0:
+        found = (other * (other / own).log()).sum(-1)
+    else:
+        toward = (other * (other / mixture).log()).sum(-1), (own * (own / mixture).log()).sum(-1)
+        found = beta * toward[0] + (1 - beta) * toward[1]
+    assert metrics["kl"] == pytest.approx(float(found.mean().detach()), rel=1e-4)
     policy.zero_grad()
-    (COEF * kl).backward()
+    (COEF * found.mean()).backward()
     wanted = gradients(policy)
     assert float((gradient - wanted).norm() / wanted.norm()) < 1e-4
 
@@ -147,8 +168,34 @@ def test_estimates_agree_with_the_whole_distributions_in_expectation():
         )
         assert found[0] == pytest.approx(value, abs=1e-12)
         assert torch.allclose(found[1], gradient, atol=1e-12)
-    part = whole_kl(torch.log_softmax(logits_V, -1)[None, :4], other_V[None, :4], rest=True)
-    assert 0 < float(part) < value, "tokens that count as one hide some of the difference"
+    for beta in (1.0, 0.0, 0.3):
+        whole = whole_kl(torch.log_softmax(logits_V, -1)[None], other_V[None], rest=False, beta=beta)
+        part = whole_kl(torch.log_softmax(logits_V, -1)[None, :4], other_V[None, :4], rest=True, beta=beta)
+        assert 0 < float(part) < float(whole), "tokens that count as one hide some of the difference"
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_impossible_tokens_leave_a_divergence_finite_where_it_is(beta: float):
+    own = torch.tensor([[0.5, 0.5, 0.0]], dtype=torch.float64).log().requires_grad_()
+    other = torch.tensor([[0.2, 0.8, 0.0]], dtype=torch.float64).log()
+    found = whole_kl(own, other, rest=False, beta=beta)
+    found.sum().backward()
+    assert own.grad is not None
+    assert found.isfinite().all()
+    assert own.grad[0, :2].isfinite().all()
+
+
+def test_only_the_forward_kl_moves_a_policy_that_is_certain_of_the_wrong_token():
+    logits = torch.tensor([[30.0, 0.0, 0.0]], dtype=torch.float64)
+    other = torch.tensor([[0.01, 0.98, 0.01]], dtype=torch.float64).log()
+    pull = {}
+    for beta in (0.0, 1.0):
+        leaf = logits.clone().requires_grad_()
+        whole_kl(torch.log_softmax(leaf, -1), other, rest=False, beta=beta).sum().backward()
+        assert leaf.grad is not None
+        pull[beta] = float(leaf.grad.abs().max())
+    assert pull[1.0] < 1e-10
+    assert pull[0.0] > 0.9
 
 
 def test_adapters_learn_from_the_teacher_not_from_their_base(policy_dir: Path, teacher_dir: Path):

@@ -228,6 +228,7 @@ def test_a_teacher_that_nobody_serves_is_refused_before_the_run(teacher: Path):
         ({"teacher": {"url": "http://127.0.0.1:1/v1", "model": ""}}, "teacher.model is missing"),
         ({"algorithm": {"kl": {"where": "reward", "kind": "full"}}}, "full differs in its gradient"),
         ({"algorithm": {"kl": {"kind": "unbiased", "top": 9}}}, "algorithm.kl.top has no effect"),
+        ({"algorithm": {"kl": {"jsd_beta": 0.5}}, "teacher": None}, "algorithm.kl.jsd_beta has no effect"),
         ({"learner": {"reference_ranks": 2}, "algorithm": {"kl": {"kind": "full"}}}, "full compares whole"),
         ({"rollout": {"refill_zero_signal": True}}, "compares no siblings"),
         ({"algorithm": {"observation_coef": 0.1}, "rollout": {"max_turns": 1}}, "observation_coef has no effect"),
