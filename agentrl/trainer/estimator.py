@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, fields
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,7 +52,13 @@ def _built_in(parameters: Named) -> NamedEstimator:
     entry = ESTIMATORS[parameters.name]
     weights = parameters.weights if isinstance(parameters, GDPO) else {}
 
-    function: Callable[..., Advantages] = entry.fn
+    def estimate(step: StepData) -> Advantages:
+        found: Advantages
+        try:
+            found = entry.fn(step, parameters)
+        except ValueError as e:
+            raise ConfigError(f"algorithm.advantage {parameters.name}: {e}") from None
+        return found
 
     def check(names: Sequence[str]) -> None:
         if unknown := sorted(part for part in weights if not _may_come(part, names)):
@@ -61,7 +66,7 @@ def _built_in(parameters: Named) -> NamedEstimator:
                 f"algorithm.advantage.weights names {unknown[0]!r}; the rewards of this env are {', '.join(names)}"
             )
 
-    return NamedEstimator(partial(function, config=parameters), frozenset(entry.needs), check)
+    return NamedEstimator(estimate, frozenset(entry.needs), check)
 
 
 def _may_come(part: str, names: Sequence[str]) -> bool:

@@ -17,6 +17,7 @@ from agentrl.algo.advantages.gdpo import GDPO, gdpo_advantages
 from agentrl.algo.advantages.gpg import gpg_advantages
 from agentrl.algo.advantages.grpo import GRPO, grpo_advantages
 from agentrl.algo.advantages.grpo_passk import passk_advantages
+from agentrl.algo.advantages.max_rl import max_rl_advantages
 from agentrl.algo.advantages.opo import opo_advantages
 from agentrl.algo.advantages.optimal_token_baseline import optimal_token_advantages
 from agentrl.algo.advantages.reinforce_plus_plus import ReinforcePlusPlus
@@ -70,6 +71,30 @@ def test_passk_credits_the_lead_of_the_best():
 def test_opo_weighs_the_baseline_by_length():
     lengths = torch.tensor([1, 1, 2, 3, 1, 9, 4, 5])
     same(opo_advantages(REWARDS, GROUPS, lengths), 0.75, -0.25, -0.25, -0.5, 1.5, 0, 0, 0)
+
+
+def test_max_rl_divides_by_the_mean_of_the_group():
+    same(max_rl_advantages(tensor(1, 0, 0, 0, 0, 0, 1, 1), GROUPS), 2, -1, -1, 0, 0, 0, 0, 0)
+    same(max_rl_advantages(tensor(0, 0, 1, 0.5, 1.5, 0, 2, 2), GROUPS), -1, -1, 2, -0.5, 0.5, 0, 0, 0)
+
+
+def test_max_rl_follows_the_log_of_the_success_rate():
+    """Over all groups that can be drawn: the gradient of sum over k <= n - 1 of pass@k / k (the paper's order)."""
+    n, rate = 4, 0.3
+    score = tensor((1 - rate), -rate)  # of log p(success), log p(failure) with respect to the logit
+    mean = 0.0
+    for number in range(2**n):
+        rewards = tensor(*((number >> i) & 1 for i in range(n)))
+        chance = float(torch.where(rewards == 1, rate, 1 - rate).prod())
+        advantages = max_rl_advantages(rewards, torch.zeros(n, dtype=torch.long))
+        mean += chance * float((advantages * torch.where(rewards == 1, score[0], score[1])).mean())
+    slope = rate * (1 - rate)  # of the success rate with respect to the logit
+    assert mean == pytest.approx(sum((1 - rate) ** k for k in range(n - 1)) * slope, rel=1e-6)
+
+
+def test_max_rl_refuses_negative_rewards():
+    with pytest.raises(ValueError, match=r"rewards must be at least 0, got -0\.5"):
+        max_rl_advantages(tensor(1, -0.5), torch.tensor([0, 0]))
 
 
 def test_gpg_makes_up_for_groups_without_a_gradient():
