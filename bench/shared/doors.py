@@ -15,18 +15,20 @@ class Doors(ToolEnv):
     """Open the door with its color."""
 
     @classmethod
-    def tasks(cls, split: str, seed: int, size: int = 8, reading: bool = False) -> Sequence[Task]:
+    def tasks(cls, split: str, seed: int, size: int = 8, reading: str = "") -> Sequence[Task]:
         """Doors whose colors never change.
 
         With `reading`, half of the training prompts and all held-out ones name a random color, which can only be
-        read there; behind the other prompts is one of the two colors that the door may have.
+        read there. Behind the other prompts is one of the two colors that the door may have (`guess`), or always
+        the wrong one (`certain`).
         """
         rng = random.Random(f"{split}/{seed}")
         tasks = []
         for n in range(size):
-            door, named = n % 8, reading and (split == "held_out" or rng.random() < 0.5)
+            door, named = n % 8, bool(reading) and (split == "held_out" or rng.random() < 0.5)
             own = COLORS[(3 * door + 1) % 8], COLORS[(3 * door + 4) % 8]
-            color = rng.choice(COLORS if named else own) if reading else own[0]
+            behind = {"guess": own, "certain": own[1:]}.get(reading, own[:1])
+            color = rng.choice(COLORS if named else behind)
             tasks.append(Task(f"{split}-{n}", {"door": door, "color": color, "named": named}))
         return tasks
 
