@@ -25,7 +25,7 @@ class TrainingRow:
     `loss_mask` is True on the sampled tokens that this row trains. `logprobs` and `versions` come from the sampler
     for sampled tokens and are 0.0 and -1 elsewhere. `spans` lists (segment, start, stop) of what it trains.
     `routes` are those of all tokens, if the engine returned any. `observed` is True on the messages that answer
-    the policy, without what the template writes between messages.
+    the policy, without the generation prompts.
     """
 
     ids: tuple[int, ...]
