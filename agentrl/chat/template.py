@@ -418,6 +418,8 @@ class Renderer:
         cut = skip if stands else 0
         glue = max(ends[0] or 0, skip) if self.habits.closes_itself or not messages else cut
         pieces = self._pieces(tail, cut, [glue, *ends[1:]])
+        if messages and pieces and pieces[0].message == 0 and (len(pieces) == 1 or pieces[1].message != 1):
+            pieces[0] = Piece(pieces[0].ids, 1)  # no control token comes before the first message
         return self._addition([Piece(p.ids, p.message - 1 if p.message else None) for p in pieces])
 
     def _attempt(self, data: Sequence[Mapping[str, object]], tools: Tools) -> str | None:

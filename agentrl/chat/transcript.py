@@ -7,7 +7,7 @@ compacted contexts and templates that rewrite history are neither computed nor t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from agentrl.chat.ids import GrowingIds, Ids
@@ -25,7 +25,7 @@ class TrainingRow:
     `loss_mask` is True on the sampled tokens that this row trains. `logprobs` and `versions` come from the sampler
     for sampled tokens and are 0.0 and -1 elsewhere. `spans` lists (segment, start, stop) of what it trains.
     `routes` are those of all tokens, if the engine returned any. `observed` is True on the messages that answer
-    the policy, without the generation prompts.
+    the policy and count in this row.
     """
 
     ids: tuple[int, ...]
@@ -58,6 +58,7 @@ class Transcript:
         self._segments: list[Segment] = []  # shared by all branches, like the messages
         self._messages: list[Message] = []
         self._cut: set[int] = set()  # messages that say less than their completions
+        self._answers: set[int] = set()  # messages that answer the policy
         self._ids = GrowingIds()
         self._node = -1
         self._context: list[int] = []  # messages of this branch, by index in the episode
@@ -114,11 +115,15 @@ class Transcript:
         """The number of tool calls in the context, if the template numbers them; else 0."""
         return self._calls_in(self._context)
 
-    def extend(self, messages: Sequence[Message]) -> None:
+    def extend(self, messages: Sequence[Message], *, answers: int | None = None) -> None:
         """Append new messages and the generation prompt for the next completion.
 
         If called again before a completion, the messages are added to those of the earlier call. If the template
         rewrites earlier turns and `history` is "fork", the branch continues from a fresh rendering.
+
+        Args:
+            answers: how many of the last messages answer the policy, and are no prompt; by default all after a
+                completion, and none before the first.
 
         Raises:
             TemplateError: the template refuses these messages.
@@ -129,12 +134,15 @@ class Transcript:
             waiting = self._context[count:]
             self._move(node, self._context[:count])
         self._before = (self._node, len(self._context))
-        new = waiting + list(range(len(self._messages), len(self._messages) + len(messages)))
+        added = range(len(self._messages), len(self._messages) + len(messages))
         self._messages.extend(messages)
+        new = [*waiting, *added]
         given = [self._messages[i] for i in new]
         last = self._newest_completion()
+        count = answers if answers is not None else 0 if last is None else len(messages)
+        self._answers.update(i for i in added[len(added) - count :] if self._messages[i].role != "assistant")
         if last is None:
-            self._append(self.renderer.opening(given, self.tools), "prompt", new)
+            self._append(self.renderer.opening(given, self.tools), new)
         else:
             addition = self.renderer.following(
                 self._messages[last.message or 0],
@@ -146,9 +154,9 @@ class Transcript:
             )
             rewritten = self._rewritten(given, addition) if self.history == "fork" else None
             if rewritten is None:
-                self._append(addition, "observation", new)
+                self._append(addition, new)
             else:
-                self._restart(rewritten, (self._context + new)[-1], addition.thinking)
+                self._restart(rewritten, addition, new)
         self._context += new
 
     def resume(self, ids: Sequence[int], messages: Sequence[Message], *, thinking: bool | None = None) -> None:
@@ -220,7 +228,8 @@ class Transcript:
         """
         tools = self.tools if tools is None else tools
         other = Transcript(renderer or self.renderer, tools, history=self.history)
-        other._segments, other._messages, other._cut = self._segments, self._messages, self._cut
+        other._segments, other._messages = self._segments, self._messages
+        other._cut, other._answers = self._cut, self._answers
         if keep is None:
             other._move(self._node, list(self._context))
             other._before, other._thinking = self._before, self._thinking
@@ -237,7 +246,7 @@ class Transcript:
         """Return an independent copy: what is added to it is not part of the episode."""
         other = self.fork()
         other._segments, other._messages = list(self._segments), list(self._messages)
-        other._cut = set(self._cut)
+        other._cut, other._answers = set(self._cut), set(self._answers)
         return other
 
     def rows(self) -> list[TrainingRow]:
@@ -270,8 +279,9 @@ class Transcript:
         appended = [*self.ids, *(id for piece in addition.pieces for id in piece.ids)]
         return None if renderer.decode(ids) == renderer.decode(appended) else ids
 
-    def _restart(self, ids: Sequence[int], message: int, thinking: bool) -> None:
-        """Continue from where `ids` diverge from this branch; the rest of `ids` becomes prompt."""
+    def _restart(self, ids: Sequence[int], addition: Addition, new: Sequence[int]) -> None:
+        """Continue from where `ids` diverge from this branch. What is rewritten becomes prompt, and so do the new
+        messages unless `ids` end like `addition`."""
         before = self._before
         node, at = -1, 0
         for i in _path(self._segments, self._node):
@@ -280,15 +290,28 @@ class Transcript:
                 break
             node, at = i, end
         self._move(node, self._context)
-        self._add(Segment(tuple(ids[at:]), "prompt", node, message))
-        self._before, self._thinking = before, thinking  # a later extension replaces this one
+        pieces = addition.pieces[1:] if addition.pieces[0].message is None else addition.pieces
+        tail = [id for piece in pieces for id in piece.ids]
+        cut = len(ids) - len(tail)
+        if cut >= at and list(ids[cut:]) == tail:
+            if cut > at:
+                self._add(Segment(tuple(ids[at:cut]), "prompt", node, new[0]))
+            self._append(replace(addition, pieces=pieces), new)
+        else:
+            self._add(Segment(tuple(ids[at:]), "prompt", node, new[-1]))
+        self._before, self._thinking = before, addition.thinking  # a later extension replaces this one
 
-    def _append(self, addition: Addition, origin: Origin, indices: Sequence[int]) -> None:
+    def _append(self, addition: Addition, new: Sequence[int]) -> None:
+        """Add the pieces of the messages `new`, and what is between them."""
+        starts = [piece.message for piece in addition.pieces if piece.message is not None]
+        ends = iter([*starts[1:], len(new)])
         for piece in addition.pieces:
             if piece.message is None:
                 self._add(Segment(piece.ids, "glue", self._node))
             else:
-                self._add(Segment(piece.ids, origin, self._node, indices[piece.message]))
+                held = new[piece.message : next(ends)]
+                origin: Origin = "observation" if self._answers.issuperset(held) else "prompt"
+                self._add(Segment(piece.ids, origin, self._node, held[0]))
         self._thinking = addition.thinking
 
     def _add(self, segment: Segment) -> None:
@@ -307,11 +330,12 @@ class Transcript:
 def rows_of(segments: Sequence[Segment]) -> list[TrainingRow]:
     """Linearize a tree of segments leaf by leaf; each sampled token is trained in exactly one row.
 
-    A token shared by several leaves is trained with the first of them and is context in the others; the same holds
-    for observed tokens. A branch that adds no sampled tokens produces no row, and a row ends with its last trained
-    token.
+    A token shared by several leaves is trained with the first of them and is context in the others. An answer that
+    several branches were given in the same context is observed in the first of them. A branch that adds no sampled
+    tokens produces no row, and a row ends with its last trained token.
     """
     inner = {segment.parent for segment in segments}
+    first = _first_alike(segments)
     trained: set[int] = set()
     observed: set[int] = set()
     rows = []
@@ -322,11 +346,21 @@ def rows_of(segments: Sequence[Segment]) -> list[TrainingRow]:
         new = [i for i in path if segments[i].origin == "sampled" and segments[i].ids and i not in trained]
         if new:
             kept = path[: path.index(new[-1]) + 1]
-            answers = {i for i in kept if segments[i].origin == "observation"} - observed
+            answers = {i for i in kept if segments[i].origin == "observation" and first[i] not in observed}
             rows.append(_row(segments, kept, set(new), answers))
             trained.update(new)
-            observed |= answers
+            observed.update(first[i] for i in answers)
     return rows
+
+
+def _first_alike(segments: Sequence[Segment]) -> list[int]:
+    """For each segment the first one with the same ids in the same context."""
+    seen: dict[tuple[int, tuple[int, ...]], int] = {}
+    first: list[int] = []
+    for i, segment in enumerate(segments):
+        context = first[segment.parent] if segment.parent >= 0 else -1
+        first.append(seen.setdefault((context, segment.ids), i))
+    return first
 
 
 def _path(segments: Sequence[Segment], node: int) -> list[int]:

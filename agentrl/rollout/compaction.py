@@ -78,6 +78,11 @@ class Compaction:
         """Whether the policy is asked for a summary."""
         return self.rewrite is None and self.config.how == "summary"
 
+    @property
+    def trains(self) -> bool:
+        """Whether the policy learns from its summaries, and reads there what was answered last."""
+        return self.asks and self.config.train
+
     def due(self, transcript: Transcript) -> bool:
         """Whether the context of a branch is so full that it is made shorter before the next turn.
 
@@ -137,7 +142,7 @@ async def compact(
     if messages is None or after >= min(before, left):
         return Compacted(transcript, metrics | {IN_VAIN: 1.0})
     branch = transcript.fork(keep=0)
-    branch.extend(messages)
+    branch.extend(messages, answers=0 if how.trains else _unread(transcript.context[len(opening) :], messages))
     counts = {"compact/times": 1.0, "compact/tokens_before": float(before), "compact/tokens_after": float(after)}
     return Compacted(branch, metrics | counts)
 
@@ -160,7 +165,7 @@ async def _shortened(
         return [*head, *(m for n, turn in enumerate(turns) for m in (_dropped(turn) if n < kept else turn))]
     recent = turns[len(turns) - min(config.keep_turns, max(0, len(turns) - 1)) :]
     branch = transcript.fork() if config.train else transcript.apart()
-    branch.extend([Message("user", config.prompt)])
+    branch.extend([Message("user", config.prompt)], answers=0)
     room = min(how.max_tokens, sampling.max_tokens, how.context - len(branch.ids))
     if not turns or room < 1:
         return None
@@ -187,6 +192,16 @@ def _turns(messages: Sequence[Message]) -> list[list[Message]]:
             turns.append([])
         turns[-1].append(message)
     return turns
+
+
+def _unread(before: Sequence[Message], after: Sequence[Message]) -> int:
+    """How many messages behind the policy's last turn are also the last ones of the new context."""
+    count = 0
+    for old, new in zip(reversed(before), reversed(after), strict=False):
+        if old.role == "assistant" or old != new:
+            break
+        count += 1
+    return count
 
 
 def _dropped(turn: Sequence[Message]) -> list[Message]:

@@ -130,6 +130,24 @@ async def test_a_summary_replaces_the_turns_before_it(renderer: Renderer):
     )
 
 
+@pytest.mark.parametrize("how", ["summary", "untrained", "in vain", "drop_tool_results"])
+async def test_every_answer_is_observed_once_and_no_prompt_is(renderer: Renderer, how: str):
+    if how == "in vain":
+        found, _ = await play(
+            renderer, [call("read", page=0), say("x " * 200), say("28")], at=0.45, max_tokens=130
+        )
+    elif how == "drop_tool_results":
+        found, _ = await play(renderer, reading([]), how=how)
+    else:
+        found, _ = await play(renderer, reading([3], say(SUMMARY)), train=how == "summary")
+    rows = rows_of(found.segments)
+    seen = renderer.decode([i for row in rows for i, on in zip(row.ids, row.observed, strict=True) if on])
+    pages = [seen.count(f"page {page}:") for page in range(4)]
+    assert pages == ([1, 0, 0, 0] if how == "in vain" else [1, 1, 1, 1])
+    assert "Summarize." not in seen
+    assert DROPPED not in seen
+
+
 async def test_a_summary_that_does_not_train_is_no_part_of_the_episode(renderer: Renderer):
     found, engine = await play(renderer, reading([3], say(SUMMARY)), train=False)
     assert found.solved is True
