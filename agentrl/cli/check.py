@@ -85,7 +85,12 @@ def _rehearse(path: Path, overrides: list[str], *, play: bool) -> None:
         console.rule(f"one episode, played by {rehearsal.played_by}", style="dim")
         console.print(episode_text(scripted))
         console.rule("its tokens", style="dim")
-        tokens = tokens_text(scripted.episode.segments, rehearsal.decode, scripted.advantages)
+        tokens = tokens_text(
+            scripted.episode.segments,
+            rehearsal.decode,
+            scripted.advantages,
+            observed=rehearsal.config.algorithm.observation_coef > 0,
+        )
         console.print(tokens, soft_wrap=True)
         console.print(_group_line(rehearsal), soft_wrap=True)
         for note in rehearsal.notes:
@@ -127,8 +132,11 @@ def _group_line(rehearsal: Rehearsal) -> str:
     """Why the advantages above are what they are."""
     scripted, silent = (record.episode.reward or 0.0 for record in rehearsal.episodes)
     size = rehearsal.config.rollout.group_size
-    if rehearsal.config.algorithm.advantage.name == "none":
-        return "Rewards give no advantages (algorithm.advantage: none): the policy learns from its teacher alone."
+    algorithm = rehearsal.config.algorithm
+    if algorithm.advantage.name == "none":
+        given = {"its teacher": rehearsal.config.teacher, "the answers of the env": algorithm.observation_coef}
+        taught = " and ".join(name for name, there in given.items() if there)
+        return f"Rewards give no advantages (algorithm.advantage: none): the policy learns from {taught} alone."
     if scripted == silent:
         return (
             f"An episode whose policy only says 'done' scores the same ({silent:g}), "

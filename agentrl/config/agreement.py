@@ -23,6 +23,7 @@ def check_sections(config: RunConfig) -> None:
     _check_models(config)
     _check_teacher(config)
     _check_hints(config)
+    _check_observed(config)
     for name, view in config.by_env.items():
         try:
             view.algorithm.refuse_dead_keys()  # its advantage may be another than the run's
@@ -32,7 +33,6 @@ def check_sections(config: RunConfig) -> None:
         _check_group_size(view, name)
         _check_room(view, name)
     _check_unrewarded(config)
-    _check_observed(config)
     _check_step(config)
     _check_places(config)
     _check_loggers(config)
@@ -230,11 +230,12 @@ def _check_distilled(config: RunConfig, env: str = "") -> None:
     algorithm, where = config.algorithm, f"envs.{env}: " if env else ""
     if algorithm.advantage.name != "none":
         return
-    if (config.teacher is None or algorithm.kl.coef == 0) and not algorithm.observation_coef:
+    observes = algorithm.observation_coef > 0 and config.rollout.max_turns > 1
+    if (config.teacher is None or algorithm.kl.coef == 0) and not observes:
         raise ValueError(
             f"{where}algorithm.advantage none leaves the rewards out, so nothing would be learned without a "
-            "teacher: set `teacher` and algorithm.kl.coef (or algorithm.observation_coef), or choose another "
-            "advantage"
+            "teacher: set `teacher` and algorithm.kl.coef (or algorithm.observation_coef, with rollout.max_turns "
+            "above 1), or choose another advantage"
         )
     if algorithm.drop_zero_signal_groups:
         raise ValueError(
@@ -249,6 +250,7 @@ def _check_unrewarded(config: RunConfig) -> None:
     if any(view.algorithm.advantage.name != "none" for view in config.by_env.values()):
         return
     own = isinstance(algorithm.loss, OwnFunction)
+    averaged = own or algorithm.kl.in_loss or algorithm.entropy_coef > 0
     idle = {
         "kl.where": algorithm.kl.where != "loss",
         "loss": algorithm.loss != AlgorithmConfig().loss and not own,
@@ -257,6 +259,7 @@ def _check_unrewarded(config: RunConfig) -> None:
         "entropy_top": algorithm.entropy_top < 1 and not own,
         "old_logprobs": algorithm.old_logprobs != "auto" and not own,
         "ratio_veto": "ratio_veto" in algorithm.written and not own,
+        "aggregation": "aggregation" in algorithm.written and not averaged,
     }
     for key, given in idle.items():
         if given:

@@ -120,6 +120,11 @@ class StepLog:
             )
         if metrics.get("hinted_episodes") == 0 and metrics["trained_tokens"] > 0:
             self.reporter.note(f"step {step}: {_nothing_hinted(metrics)}; the teacher trained nothing")
+        trains = metrics["trained_tokens"] > 0 and "loss" in metrics
+        if self.config.algorithm.observation_coef and trains and "observation_loss" not in metrics:
+            self.reporter.note(
+                f"step {step}: no turn read an answer of the env; the observation loss trained nothing"
+            )
         if metrics["trained_tokens"] == 0:
             self.reporter.note(f"step {step}: {self._nothing_trained(metrics)}; the policy is unchanged")
         self.store.log_metrics(step, metrics)

@@ -20,7 +20,11 @@ STYLES: dict[Origin, str] = {
 
 
 def tokens_text(
-    segments: Sequence[Segment], decode: Callable[[Sequence[int]], str], advantages: Sequence[float] = ()
+    segments: Sequence[Segment],
+    decode: Callable[[Sequence[int]], str],
+    advantages: Sequence[float] = (),
+    *,
+    observed: bool = False,
 ) -> Text:
     """Format every token of an episode, segment by segment; underlines separate neighboring tokens.
 
@@ -30,13 +34,16 @@ def tokens_text(
         segments: the episode's token segments.
         decode: converts ids to text, control tokens included.
         advantages: one per sampled segment; empty if the episode is not used for training.
+        observed: whether answers train that a later turn reads (`algorithm.observation_coef`).
     """
     out = Text()
     sampled = iter(advantages)
-    for segment in segments:
+    last = max((i for i, segment in enumerate(segments) if segment.origin == "sampled"), default=-1)
+    for i, segment in enumerate(segments):
         advantage = next(sampled, None) if segment.origin == "sampled" else None
         style = _style(segment.origin, advantage)
-        out.append(f"{_label(segment, advantage)}\n", style="reverse " + style)
+        label = _label(segment, advantage, observed=observed and i < last)
+        out.append(f"{label}\n", style="reverse " + style)
         before = segments[segment.parent].ids if segment.parent >= 0 else ()
         pieces = filter(None, token_pieces(segment.ids, decode, before))
         for number, piece in enumerate(pieces):
@@ -51,9 +58,11 @@ def _style(origin: Origin, advantage: float | None) -> str:
     return "bold" if not advantage else "bold green" if advantage > 0 else "bold red"
 
 
-def _label(segment: Segment, advantage: float | None) -> str:
+def _label(segment: Segment, advantage: float | None, *, observed: bool) -> str:
     plural = "token" if len(segment.ids) == 1 else "tokens"
     label = f" {segment.origin}: {len(segment.ids)} {plural}"
+    if segment.origin == "observation" and observed:
+        return f"{label}, in the observation loss "
     if segment.origin != "sampled":
         return f"{label}, not trained "
     return f"{label}, not trained " if advantage is None else f"{label}, advantage {advantage:+.2f} "

@@ -6,16 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from agentrl.cli.app import app
 from agentrl.config.run import RunConfig
 from agentrl.doctor.examine import findings
-from agentrl.reporting.report import Silent
+from agentrl.reporting.report import Reporter, Silent
 from agentrl.run_folder.records import read_metrics
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer.run import train_run
 
 ENV = '''
-from agentrl import Task, TextEnv, ToolResult, reward
+from agentrl import Env, Message, StepInfo, Task, TextEnv, ToolResult, reward
 
 
 class Parrot(TextEnv):
@@ -35,6 +37,17 @@ PAID = """
     @reward
     def paid(self) -> float:
         return 1.0
+"""
+MUTE = """
+
+class Mute(Env):
+    tasks = Parrot.tasks
+
+    async def reset(self, task):
+        return [Message("user", "Say something")], {}
+
+    async def step(self, message):
+        return [], 0.0, True, False, StepInfo()
 """
 TINY = {"tiny": {"hidden": 32, "layers": 1, "heads": 2, "intermediate": 64, "vocab": 330, "max_context": 512}}
 
@@ -60,10 +73,26 @@ def settings(**changes: Any) -> RunConfig:
     return RunConfig.model_validate(base | changes)
 
 
-def run(config: RunConfig, folder: str) -> list[dict[str, float]]:
+def written(config: RunConfig) -> Path:
+    """The settings as a file; JSON is YAML."""
+    Path("run.yaml").write_text(config.model_dump_json(exclude_unset=True))
+    return Path("run.yaml")
+
+
+class Notes(Silent):
+    """Keeps the notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def run(config: RunConfig, folder: str, reporter: Reporter | None = None) -> list[dict[str, float]]:
     """Train; returns the metrics of each step."""
     with RunStore.open(config, Path(folder)) as store:
-        train_run(config, store, Silent())
+        train_run(config, store, reporter or Silent())
     return [line for line in read_metrics(Path(folder)) if line["step"] > 0]
 
 
@@ -84,3 +113,33 @@ def test_groups_without_signal_still_teach_what_the_env_says():
     lines = run(settings(steps=4, algorithm={"kl": {"coef": 0}, "observation_coef": 0.5}), "r")
     assert all(line["groups_with_signal"] == 0 for line in lines), "every episode earns 1"
     assert lines[-1]["observation_loss"] < 0.8 * lines[0]["observation_loss"]
+
+
+def test_a_step_in_which_no_turn_reads_an_answer_says_so():
+    Path("parrot.py").write_text(ENV + MUTE)
+    reporter = Notes()
+    lines = run(settings(steps=2, env={"use": f"{Path.cwd()}/parrot.py:Mute"}), "r", reporter)
+    assert [(line["loss"], line.get("observation_loss")) for line in lines] == [(0, None), (0, None)]
+    said = [note for note in reporter.notes if "the observation loss trained nothing" in note]
+    assert [note.partition(":")[0] for note in said] == ["step 1", "step 2"]
+
+
+def test_an_env_of_one_turn_teaches_nothing_without_rewards():
+    one, parrot = {"max_turns": 1}, f"{Path.cwd()}/parrot.py:Parrot"
+    envs: dict[str, Any] = {"a": {"use": parrot, "rollout": one}, "b": {"use": parrot}}
+    with pytest.raises(ValueError, match=r"envs\.a: algorithm.advantage none leaves the rewards out"):
+        settings(env=None, envs=envs)
+    settings(env=None, envs=envs, algorithm={"observation_coef": 0.1})
+
+
+def test_without_a_penalty_the_aggregation_has_no_effect():
+    algorithm = {"advantage": "none", "kl": {"coef": 0}, "observation_coef": 1.0, "aggregation": "token-sum"}
+    with pytest.raises(ValueError, match=r"algorithm\.aggregation has no effect"):
+        settings(algorithm=algorithm)
+    settings(algorithm=algorithm | {"entropy_coef": 0.1})
+
+
+def test_a_check_says_what_trains():
+    shown = CliRunner().invoke(app, ["check", str(written(settings()))])
+    assert "the policy learns from the answers of the env alone" in shown.output
+    assert "in the observation loss" in shown.output

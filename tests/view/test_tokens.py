@@ -109,6 +109,19 @@ def test_each_origin_is_labelled_and_sampled_tokens_take_the_colour_of_their_adv
     assert plain.count("not trained") == 4
 
 
+def test_answers_that_a_later_turn_reads_are_in_the_observation_loss():
+    segments = (
+        Segment(tuple(b"ask"), "prompt", -1, 0),
+        Segment(tuple(b"yes"), "sampled", 0, 1, (0.0,) * 3, (0,) * 3),
+        Segment(tuple(b"seen"), "observation", 1, 2),
+        Segment(tuple(b"no"), "sampled", 2, 3, (0.0,) * 2, (0,) * 2),
+        Segment(tuple(b"unread"), "observation", 3, 4),
+    )
+    labels = tokens_text(segments, decode, observed=True).plain.splitlines()[::2]
+    assert labels[2] == " observation: 4 tokens, in the observation loss "
+    assert labels[4] == " observation: 6 tokens, not trained "
+
+
 def test_a_scored_episode_without_advantage_may_train_all_the_same():
     scored = EpisodeRecord(1, 0, episode("s1/g0/e0"))
     lost = EpisodeRecord(1, 0, episode("s1/g0/e1", None))
