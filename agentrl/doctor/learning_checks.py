@@ -61,9 +61,10 @@ def _taught(evidence: Evidence) -> bool:
     """Whether a run trains without any reward: not with a teacher that needs attempts that solved the task."""
     if evidence.setting("teacher") is not None:
         return bool(evidence.setting("teacher.hint") != "solved")
-    advantage = evidence.setting("algorithm.advantage")
-    name = advantage.get("name") if isinstance(advantage, dict) else advantage
-    return bool(name == "none")
+    envs = evidence.setting("envs") or [""]
+    of_run = evidence.setting("algorithm.advantage")
+    chosen = [evidence.setting(f"envs.{name}.algorithm.advantage") or of_run for name in envs]
+    return all((one.get("name") if isinstance(one, dict) else one) == "none" for one in chosen)
 
 
 def _never_solved(evidence: Evidence) -> bool:

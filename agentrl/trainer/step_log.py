@@ -109,7 +109,8 @@ class StepLog:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step and show them."""
-        if metrics["groups_with_signal"] == 0 and self.config.algorithm.compares:
+        compares = any(view.algorithm.compares for view in self.config.by_env.values())
+        if metrics["groups_with_signal"] == 0 and compares:
             self.reporter.note(
                 f"step {step}: all episodes of every group scored the same; no reward to learn from"
             )

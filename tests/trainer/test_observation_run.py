@@ -124,6 +124,15 @@ def test_a_step_in_which_no_turn_reads_an_answer_says_so():
     assert [note.partition(":")[0] for note in said] == ["step 1", "step 2"]
 
 
+def test_nobody_asks_for_rewards_where_no_env_of_a_mixture_has_an_advantage():
+    use = f"{Path.cwd()}/parrot.py:Parrot"
+    envs = {name: {"use": use, "algorithm": {"advantage": "none"}} for name in ("a", "b")}
+    reporter = Notes()
+    run(settings(env=None, envs=envs, algorithm={"kl": {"coef": 0}, "observation_coef": 1.0}), "r", reporter)
+    assert not [note for note in reporter.notes if "no reward to learn from" in note]
+    assert not {f.name for f in findings(Path("r"))} & {"no-signal", "never-solved"}
+
+
 def test_an_env_of_one_turn_teaches_nothing_without_rewards():
     one, parrot = {"max_turns": 1}, f"{Path.cwd()}/parrot.py:Parrot"
     envs: dict[str, Any] = {"a": {"use": parrot, "rollout": one}, "b": {"use": parrot}}
