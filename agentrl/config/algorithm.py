@@ -258,13 +258,17 @@ class AlgorithmConfig(Section):
         return isinstance(self.loss, OwnFunction)
 
     def idle_parameters(self, max_staleness: int) -> list[str]:
-        """The user's loss parameters that have no effect because the ratio is always 1."""
+        """What the user set that has no effect because the ratio is always 1."""
         sampler = self.decided(max_staleness).old_logprobs == "sampler"
-        if isinstance(self.loss, OwnFunction) or sampler or self.updates_per_step * self.epochs > 1:
+        if sampler or self.updates_per_step * self.epochs > 1:
             return []
+        found = ["algorithm.ratio_veto"] if "ratio_veto" in self.written and self.ratio_veto else []
+        found += ["algorithm.correction.off_policy"] if self.correction.off_policy else []
+        if isinstance(self.loss, OwnFunction):
+            return found
         unrelated = {"name", "importance", *(("fraction",) if self.loss.name == "clip_cov" else ())}
         given = sorted(self.loss.model_fields_set - unrelated)
-        return [f"algorithm.loss.{name}" for name in given if not name.startswith("cov_")]
+        return found + [f"algorithm.loss.{name}" for name in given if not name.startswith("cov_")]
 
     def notes(self, max_staleness: int) -> list[str]:
         """Notes on settings that do less than they appear to."""

@@ -109,6 +109,11 @@ def test_a_single_step_is_at_the_peak():
         ({"loss": {"name": "clip_cov", "fraction": 0.1, "clip_low": 0.1}}, 0, ["algorithm.loss.clip_low"]),
         ({"loss": {"name": "dro", "beta": 0.2}}, 0, ["algorithm.loss.beta"]),
         ({"loss": "gpg"}, 0, []),
+        ({"ratio_veto": 10}, 0, ["algorithm.ratio_veto"]),
+        ({"ratio_veto": None}, 0, []),
+        ({"correction": {"off_policy": 0.1}}, 0, ["algorithm.correction.off_policy"]),
+        ({"correction": {"off_policy": 0.1}, "loss": "own.py:f"}, 0, ["algorithm.correction.off_policy"]),
+        ({"correction": {"off_policy": 0.1}}, 1, []),
         ({}, 0, []),
     ],
 )
