@@ -282,7 +282,7 @@ class Transcript:
     def _restart(self, ids: Sequence[int], addition: Addition, new: Sequence[int]) -> None:
         """Continue from where `ids` diverge from this branch. What is rewritten becomes prompt, and so do the new
         messages unless `ids` end like `addition`."""
-        before = self._before
+        before, message = self._before, [*self._context, *new][-1]
         node, at = -1, 0
         for i in _path(self._segments, self._node):
             end = at + len(self._segments[i].ids)
@@ -290,15 +290,16 @@ class Transcript:
                 break
             node, at = i, end
         self._move(node, self._context)
-        pieces = addition.pieces[1:] if addition.pieces[0].message is None else addition.pieces
+        first = next((n for n, piece in enumerate(addition.pieces) if piece.message is not None), 0)
+        pieces = addition.pieces[first:]
         tail = [id for piece in pieces for id in piece.ids]
         cut = len(ids) - len(tail)
         if cut >= at and list(ids[cut:]) == tail:
             if cut > at:
-                self._add(Segment(tuple(ids[at:cut]), "prompt", node, new[0]))
+                self._add(Segment(tuple(ids[at:cut]), "prompt", node, message))
             self._append(replace(addition, pieces=pieces), new)
         else:
-            self._add(Segment(tuple(ids[at:]), "prompt", node, new[-1]))
+            self._add(Segment(tuple(ids[at:]), "prompt", node, message))
         self._before, self._thinking = before, addition.thinking  # a later extension replaces this one
 
     def _append(self, addition: Addition, new: Sequence[int]) -> None:
