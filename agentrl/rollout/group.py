@@ -10,8 +10,10 @@ from typing import Protocol
 
 from agentrl.env.env import Env
 from agentrl.env.toolenv.asked import asking
+from agentrl.env.toolenv.dispatch import no_exit
+from agentrl.env.toolenv.observe import error_text
 from agentrl.errors import AgentRLError, InfraError, JudgeError, RewardError, first_error, traceback_of
-from agentrl.rollout.lifecycle import EpisodeStatus, close_env, finite, is_ours
+from agentrl.rollout.lifecycle import EpisodeStatus, check_clock, close_env, finite, is_ours, raised
 from agentrl.rollout.rewards.model import RewardModel
 from agentrl.rollout.seeds import draw_seed
 from agentrl.run_folder.redraws import RedrawGuard
@@ -217,19 +219,22 @@ async def _group_rewards(
     with asking() as asked:
         try:
             async with asyncio.timeout(timeout_s) as clock:
-                found = await env.score_group(episodes)
+                answered = await no_exit(env.score_group(episodes))
+                check_clock(clock)
+            found = answered
         except RewardError as e:
             faults.update(e.faults)
             found = () if isinstance(e.rewards, Mapping) else e.rewards
-        except AgentRLError:
-            raise
         except Exception as e:
+            cause = raised(e)
+            if isinstance(cause, AgentRLError):
+                raise cause from (None if cause is e else e)
             if clock.expired() and asked.waiting:
                 raise JudgeError(f"{where}: no answer of {asked.waiting[0]} in {timeout_s:g} s") from None
             if not clock.expired() and is_ours(env, "score_group"):
                 raise
-            said = f"took longer than {timeout_s:g} s" if clock.expired() else f"raised {type(e).__name__}: {e}"
-            faults["score_group"] = f"{where} {said}\n{traceback_of(e)}"
+            said = f"took longer than {timeout_s:g} s" if clock.expired() else f"raised {error_text(cause)}"
+            faults["score_group"] = f"{where} {said}\n{traceback_of(cause)}"
     if len(found) != len(episodes):
         if not faults:
             faults["score_group"] = f"{where} returned {len(found)} mappings for {len(episodes)} episodes"

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.clean import clean_message, clean_text
 from agentrl.env.env import Env
 from agentrl.env.toolenv.asked import asking
+from agentrl.env.toolenv.dispatch import no_exit
 from agentrl.env.toolenv.observe import error_text
 from agentrl.env.toolenv.threads import CallTimeout, ToolRaised
 from agentrl.errors import (
@@ -41,6 +42,7 @@ from agentrl.errors import (
     traceback_of,
 )
 from agentrl.sandbox import SandboxBroken, met_inside
+from agentrl.shielded import shielded
 from agentrl.types import HINT_FAULT, SANDBOX_FAULT, Episode, Message, StopReason, Task, Turn
 
 if TYPE_CHECKING:
@@ -87,6 +89,7 @@ class OpenEpisode:
         stop: why the episode ended; None while in progress.
         outside: external service the episode is waiting for; a timeout there is an infrastructure failure, not a
             limit.
+        clock: limits the turns; None before they begin.
         faults: errors the policy may have caused, by name; see `Episode`.
         error: the infrastructure failure that ended it.
     """
@@ -104,6 +107,7 @@ class OpenEpisode:
     hint: str | None = None
     stop: StopReason | None = None
     outside: str = ""
+    clock: asyncio.Timeout | None = None
     faults: dict[str, str] = field(default_factory=dict)
     error: str | None = None
 
@@ -232,6 +236,7 @@ async def episode_clock(
     before_s = outage_s()
     try:
         async with asyncio.timeout(timeout_s) as clock:
+            episode.clock = clock
             yield
     except TimeoutError:
         if not clock.expired():  # somebody else's
@@ -269,7 +274,7 @@ async def closing(
         yield env
     finally:
         episode.status.now("the env to close")
-        await _shielded(_teardown(episode.env, release, timeout_s))
+        await shielded(_teardown(episode.env, release, timeout_s))
 
 
 async def _teardown(env: Env | None, release: Callable[[], Awaitable[None]] | None, timeout_s: float) -> None:
@@ -282,26 +287,13 @@ async def _teardown(env: Env | None, release: Callable[[], Awaitable[None]] | No
             await close_env(env, timeout_s)
 
 
-async def _shielded(work: Awaitable[None]) -> None:
-    """Finish `work` even when cancelled, and only then raise the cancellation."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as e:
-            cancelled = e
-    if cancelled is not None:
-        raise cancelled
-
-
 async def close_env(env: Env, timeout_s: float) -> None:
     """Close an env; a failure is a warning."""
     try:
         async with asyncio.timeout(timeout_s) as clock:
-            await env.close()
+            await no_exit(env.close())
     except Exception as e:
-        said = f"took longer than {timeout_s:g} s" if clock.expired() else f"{type(e).__name__}: {e}"
+        said = f"took longer than {timeout_s:g} s" if clock.expired() else error_text(raised(e))
         warnings.warn(f"{type(env).__name__}.close: {said}", stacklevel=2)
 
 
@@ -311,7 +303,7 @@ def _made(make_env: Callable[[], Env]) -> Env:
     except AgentRLError:
         raise
     except Exception as e:  # the author's: it may fail although it was made before
-        raise InfraError(f"making the env: {type(e).__name__}: {e}\n{traceback_of(e)}") from e
+        raise InfraError(f"making the env: {error_text(e)}\n{traceback_of(e)}") from e
 
 
 async def reset_env(env: Env, episode: OpenEpisode) -> Sequence[Message]:
@@ -323,13 +315,14 @@ async def reset_env(env: Env, episode: OpenEpisode) -> Sequence[Message]:
     """
     episode.status.now("env.reset")
     try:
-        observation, _ = await env.reset(episode.task)
-    except AgentRLError:
-        raise
+        observation, _ = await no_exit(env.reset(episode.task))
     except Exception as e:
+        cause = raised(e)
+        if isinstance(cause, AgentRLError):
+            raise cause from (None if cause is e else e)
         if is_ours(env, "reset"):
             raise
-        text = f"{type(env).__name__}.reset: {error_text(e)}\n{traceback_of(e)}"
+        text = f"{type(env).__name__}.reset: {error_text(cause)}\n{traceback_of(cause)}"
         raise InfraError(text) from e
     return [clean_message(message) for message in observation]
 
@@ -339,21 +332,22 @@ async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -
 
     Raises:
         EnvError: it raised.
+        TimeoutError: it ran past the limit of the episode, whatever it made of its cancellation.
     """
     began = time.monotonic()
     try:
-        observed, reward, terminated, truncated, info = await env.step(turn.message)
-    except (SandboxBroken, EnvError):
-        episode.turns.append(replace(turn, env_seconds=time.monotonic() - began))  # it trains
-        raise
-    except AgentRLError:
-        raise
+        observed, reward, terminated, truncated, info = await no_exit(env.step(turn.message))
     except Exception as e:
-        if is_ours(env, "step"):
+        check_clock(episode.clock)
+        cause = raised(e)
+        if not isinstance(cause, AgentRLError) and is_ours(env, "step"):
             raise
-        episode.turns.append(replace(turn, env_seconds=time.monotonic() - began))
-        where = f"{type(env).__name__}.step"
-        raise EnvError(f"{where}: {type(e).__name__}: {e}\n{traceback_of(e)}") from e
+        if not isinstance(cause, AgentRLError) or isinstance(cause, SandboxBroken | EnvError):
+            episode.turns.append(replace(turn, env_seconds=time.monotonic() - began))  # it trains
+        if isinstance(cause, AgentRLError):
+            raise cause from (None if cause is e else e)
+        raise EnvError(f"{type(env).__name__}.step: {error_text(cause)}\n{traceback_of(cause)}") from e
+    check_clock(episode.clock)
     observed = [clean_message(message) for message in observed]
     episode.faults.update(info.faults)
     if not _is_number(reward):
@@ -391,20 +385,23 @@ async def score_env(env: Env, episode: OpenEpisode, timeout_s: float) -> None:
     with asking() as asked:
         try:
             async with asyncio.timeout(timeout_s) as clock:
-                rewards = await env.score(episode.unscored())
+                found = await no_exit(env.score(episode.unscored()))
+                check_clock(clock)
+            rewards = found
         except RewardError as e:
             episode.faults.update(e.faults)
             rewards = e.rewards if isinstance(e.rewards, Mapping) else {}
-        except AgentRLError:
-            raise
         except Exception as e:
+            cause = raised(e)
+            if isinstance(cause, AgentRLError):
+                raise cause from (None if cause is e else e)
             if not clock.expired() and is_ours(env, "score"):
                 raise
             if clock.expired() and asked.waiting:
                 raise JudgeError(f"{where}.score: no answer of {asked.waiting[0]} in {timeout_s:g} s") from None
             late = f"took longer than {timeout_s:g} s"
-            said = late if clock.expired() else f"raised {type(e).__name__}: {e}"
-            episode.faults["score"] = f"{where}.score {said}\n{traceback_of(e)}"
+            said = late if clock.expired() else f"raised {error_text(cause)}"
+            episode.faults["score"] = f"{where}.score {said}\n{traceback_of(cause)}"
     episode.rewards = finite(rewards, where, episode.faults)
     episode.judge_solved()
     if env.gives_hints:
@@ -421,19 +418,17 @@ async def _ask_hint(env: Env, episode: OpenEpisode, timeout_s: float) -> None:
     where, name, fault, found = f"{type(env).__name__}.teacher_hint", HINT_FAULT, "", None
     with asking() as asked:
         try:
-            found = await env.call_teacher_hint(episode.result(), timeout_s)
+            found = await no_exit(env.call_teacher_hint(episode.result(), timeout_s))
         except SandboxBroken as e:  # by the policy: the reward is fixed already
             name, fault = SANDBOX_FAULT, f"{where}: {e}"
         except Exception as e:
-            if isinstance(e, AgentRLError):
-                raise
-            if (infra := infra_error(e)) is not None:
-                raise infra from e
-            cause = e.cause if isinstance(e, ToolRaised) else e
+            cause = raised(e)
+            if isinstance(cause, AgentRLError):
+                raise cause from (None if cause is e else e)
             late = isinstance(e, TimeoutError | CallTimeout)
             if late and asked.waiting:
                 raise JudgeError(f"{where}: no answer of {asked.waiting[0]} in {timeout_s:g} s") from None
-            said = f"took longer than {timeout_s:g} s" if late else f"raised {type(cause).__name__}: {cause}"
+            said = f"took longer than {timeout_s:g} s" if late else f"raised {error_text(cause)}"
             name, fault = SANDBOX_FAULT if met_inside(cause) else name, f"{where} {said}\n{traceback_of(cause)}"
     if isinstance(found, str):
         episode.hint = clean_text(found) if found.strip() else None
@@ -449,6 +444,18 @@ def finite(rewards: Mapping[str, float], where: str, faults: dict[str, str]) -> 
         if not _is_number(value):
             faults[name] = f"reward {name!r} of {where} is {value!r}: a reward must be a finite number"
     return {name: value if _is_number(value) else 0.0 for name, value in rewards.items()}
+
+
+def raised(error: Exception) -> BaseException:
+    """What an author's method raised: an InfraError from within a group of tasks, or what `no_exit` wrapped."""
+    cause = error.cause if isinstance(error, ToolRaised) else error
+    return infra_error(cause) or cause
+
+
+def check_clock(clock: asyncio.Timeout | None) -> None:
+    """Raise the TimeoutError of a clock whose cancellation the author's code has caught."""
+    if clock is not None and clock.expired():
+        raise TimeoutError
 
 
 def is_ours(env: Env, method: str) -> bool:

@@ -30,6 +30,7 @@ from agentrl.sandbox.contract import (
 from agentrl.sandbox.errors import SandboxBroken, SandboxCreateTimeout, SandboxDied
 from agentrl.sandbox.inside import frames
 from agentrl.sandbox.results import result_of
+from agentrl.shielded import shielded
 
 CHUNK = 2 << 20
 FILE_LIMITS: CallLimits = (60.0, 0, 4 << 20, 4 << 20)
@@ -86,6 +87,7 @@ class Box:
         """What the supervisor reported at startup."""
         self._lock = asyncio.Lock()
         self._dead: SandboxError | None = None
+        self._closed = False
         self._awaited: tuple[str, float, float] | None = None
         """The order awaiting its answer, its time limit and its deadline."""
         self._timer: asyncio.TimerHandle | None = None
@@ -212,7 +214,7 @@ class Box:
         try:
             answer, output = await future
         except asyncio.CancelledError:
-            await asyncio.shield(self._cancel(link, header, payload))
+            await shielded(self._cancel(link, header, payload))
             raise
         except SandboxError as error:
             raise await self._died(error) from None
@@ -418,11 +420,16 @@ class Box:
         """
         entries = _entries(to) if to is not None else []
         async with self._lock:
-            await self._destroy()
-            self._dead = None
-            await self.start()
-            await self._wake()
+            await shielded(self._restart())  # a policy may choose when its tool is cancelled
         await self._load(entries)
+
+    async def _restart(self) -> None:
+        await self._destroy()
+        self._dead = None
+        await self.start()
+        if self._closed:  # nobody else would end the new one
+            await self.close()
+        await self._wake()
 
     async def load(self, files: BoxSnapshot) -> None:
         """Write the files of a snapshot into the home directory; it may be of another sandbox."""
@@ -457,6 +464,7 @@ class Box:
 
     async def close(self) -> None:
         """Destroy the sandbox and everything in it; idempotent, and completes even if the caller is cancelled."""
+        self._closed = True
         self._dead = self._dead or SandboxDied(f"sandbox {self.name} has been closed")
         await asyncio.shield(asyncio.ensure_future(self._destroy()))
 

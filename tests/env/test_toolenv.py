@@ -176,6 +176,10 @@ async def test_calls_after_a_stop_are_answered_but_not_run():
     assert env.ops == 0
 
 
+class Quit(BaseException):
+    """Not a plain Exception; pytest raises some."""
+
+
 class Clumsy(ToolEnv):
     def setup(self, how: str = "") -> str:
         self.closed = 0
@@ -221,6 +225,14 @@ class Clumsy(ToolEnv):
         raise SystemExit(5)
 
     @tool
+    async def quits(self) -> str:
+        raise Quit("enough")
+
+    @tool(inline=True)
+    def quits_at_once(self) -> str:
+        raise Quit("enough")
+
+    @tool
     async def cancels_itself(self) -> str:
         raise asyncio.CancelledError
 
@@ -241,6 +253,8 @@ class Clumsy(ToolEnv):
         (("fail", {"how": "stop"}), "Error: StopIteration", "tool_exception"),
         (("leaves", {}), "Error: SystemExit: 4", "tool_exception"),
         (("leaves_at_once", {}), "Error: SystemExit: 5", "tool_exception"),
+        (("quits", {}), "Error: Quit: enough", "tool_exception"),
+        (("quits_at_once", {}), "Error: Quit: enough", "tool_exception"),
         (("cancels_itself", {}), "Error: CancelledError", "tool_exception"),
         (("sleep", {}), "Error: sleep timed out: no result after 0.05 s", "tool_timeout"),
         (("spin", {}), "Error: spin timed out: no result after 0.05 s", "tool_timeout"),

@@ -16,14 +16,16 @@ from agentrl.env.images import refuse_images
 from agentrl.env.load import load_env
 from agentrl.env.rows import load_rows
 from agentrl.env.solved import SolvedAt
-from agentrl.errors import ConfigError, JudgeError
+from agentrl.errors import ConfigError, InfraError, JudgeError
 from agentrl.rollout.episode import Player
 from agentrl.rollout.group import GroupPlayer
 from agentrl.rollout.limits import EpisodeLimits
+from agentrl.sandbox import SandboxBroken
+from agentrl.sandbox.errors import SandboxDied
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import say
 from agentrl.trainer.rewardless import no_reward
-from agentrl.types import Episode, Message, Sampling, Task
+from agentrl.types import Episode, Message, Sampling, StopReason, Task
 
 
 class Plain(Env):
@@ -110,6 +112,75 @@ async def test_a_judge_of_groups_that_cannot_be_reached_is_asked_again(renderer:
     group = await GroupPlayer(player(renderer, Unsteady), 2, 0).play(Task("t"), "s", 0)
     assert [e.rewards["rank"] for e in group.episodes] == [0.0, 1.0]
     assert len(asked) == 2
+
+
+class Quit(BaseException):
+    """Not a plain Exception, like SystemExit, which argparse raises for words that it does not know."""
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words for it")
+
+
+RAISED = {
+    "its sandbox died": SandboxDied("gone"),
+    "its sandbox was broken": SandboxBroken("gone", -1.0),
+    "it quit": Quit("enough"),
+    "it said nothing": Silent(),
+}
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["alone", "in a group"])
+@pytest.mark.parametrize("method", ["reset", "step", "score", "score_group"])
+@pytest.mark.parametrize("what", RAISED)
+async def test_whose_fault_it_was_does_not_depend_on_how_it_was_raised(
+    renderer: Renderer, method: str, what: str, grouped: bool
+):
+    async def fails(env: Plain, *args: object) -> Any:
+        raise BaseExceptionGroup("several", [RAISED[what]]) if grouped else RAISED[what]
+
+    failing = type("Failing", (Plain,), {method: fails})
+    playing = GroupPlayer(player(renderer, failing), 1, 0, infra_retries=0).play(Task("t"), "s", 0)
+    infra = ("its sandbox died", "its sandbox was broken") if method == "score_group" else ("its sandbox died",)
+    if method == "reset" or what in infra:
+        with pytest.raises(InfraError):
+            await playing
+        return
+    (episode,) = (await playing).episodes
+    assert episode.error is None
+    if what == "its sandbox was broken":
+        assert (episode.stop_reason, episode.reward, len(episode.turns)) == (StopReason.SANDBOX_BROKEN, -1.0, 1)
+        return
+    assert list(episode.faults) == [method]
+    assert (episode.stop_reason is StopReason.FAULT) == (method == "step")
+    assert len(episode.turns) == 1
+
+
+@pytest.mark.parametrize("then", ["goes on", "raises"])
+@pytest.mark.parametrize("method", ["step", "score", "score_group"])
+async def test_an_env_that_catches_its_cancellation_gains_no_time(renderer: Renderer, method: str, then: str):
+    class Stubborn(Plain):
+        async def score(self, episode: Episode) -> Mapping[str, float]:
+            return {"right": 1.0} if method == "step" else await super().score(episode)
+
+    async def fails(env: Plain, argument: Any) -> Any:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            if then == "raises":
+                raise KeyError("gone") from None
+        return await getattr(Plain, method)(env, argument)
+
+    setattr(Stubborn, method, fails)
+    limits = EpisodeLimits(timeout_s=0.5)
+    plays = Player(ScriptedEngine(renderer, [say("good")]), renderer, Stubborn, limits, Sampling())
+    (episode,) = (await GroupPlayer(plays, 1, 0, timeout_s=0.5).play(Task("t"), "s", 0)).episodes
+    if method == "step":
+        assert (episode.stop_reason, episode.faults, episode.turns) == (StopReason.TIMEOUT, {}, ())
+    else:
+        assert "took longer than 0.5 s" in episode.faults[method]
+        assert ("rank" in episode.rewards) == (method == "score")
 
 
 def test_an_env_without_group_rewards_is_not_asked_for_any():

@@ -119,6 +119,38 @@ class TestWhatAProgramBreaks:
         assert (result.outcome, result.exit_code) == ("exit", 0), result
         await still_answers(box)
 
+    async def test_a_call_that_is_cancelled_twice(self, box: Box) -> None:
+        """By its own limit and by that of the episode: the policy chooses how long its program takes to stop."""
+        session = await box.session("python")
+        stubborn = "import time\nwhile True:\n  try: time.sleep(9)\n  except KeyboardInterrupt: pass"
+        call = asyncio.ensure_future(session.run(stubborn))
+        await asyncio.sleep(0.2)
+        for _ in range(3):
+            call.cancel()
+            await asyncio.sleep(0.01)
+        await asyncio.wait({call})
+        assert call.cancelled()
+        await still_answers(box)
+
+    @pytest.mark.parametrize("after_s", [0.0, 0.001, 0.01])
+    async def test_a_reset_that_is_cancelled(self, box: Box, after_s: float) -> None:
+        await box.run("echo 1 > left")
+        reset = asyncio.ensure_future(box.reset())
+        await asyncio.sleep(after_s)
+        reset.cancel()
+        await asyncio.wait({reset})
+        assert reset.cancelled()
+        assert await box.list_dir() == []
+        await still_answers(box)
+
+    async def test_a_sandbox_that_is_closed_while_it_is_reset(self, box: Box) -> None:
+        reset = asyncio.ensure_future(box.reset())
+        await asyncio.sleep(0)
+        await asyncio.gather(box.close(), box.close())
+        with pytest.raises(SandboxDied, match="has been closed"):
+            await reset
+        assert box._process is None
+
     @pytest.mark.parametrize("kind", ["bash", "python"])
     async def test_nonsense_from_a_session(self, box: Box, kind: SessionKind) -> None:
         for answer in ("99999999999999999999", "256", "-1", "0x1", "", "1 1", "\\xff", "1" * 5000):

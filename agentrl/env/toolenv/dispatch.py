@@ -6,9 +6,10 @@ import asyncio
 import functools
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from agentrl.env.toolenv.declare import Content, Stop, ToolResult
 from agentrl.env.toolenv.json_schema import InvalidArguments
@@ -17,6 +18,7 @@ from agentrl.env.toolenv.threads import CallTimeout, ToolRaised, current, run_ap
 from agentrl.errors import infra_error
 from agentrl.types import ToolCall
 
+T = TypeVar("T")
 Mistake = Literal[
     "parse_error",
     "unknown_tool",
@@ -150,10 +152,8 @@ async def call_function(
     if inspect.iscoroutinefunction(function):
         return await within(function(**arguments), timeout_s)
     if inline:
-        try:
+        with wrapping_exits():
             value = function(**arguments)
-        except SystemExit as e:
-            raise ToolRaised(e) from None
     else:
         bound, thread = functools.partial(function, **arguments), current.get()
         if thread is None or apart:
@@ -163,13 +163,13 @@ async def call_function(
     return await within(value, timeout_s) if inspect.isawaitable(value) else value
 
 
-async def within(coroutine: object, timeout_s: float | None, grace_s: float = 1.0) -> Any:
+async def within(coroutine: Awaitable[Any], timeout_s: float | None, grace_s: float = 1.0) -> Any:
     """Await `coroutine` for at most `timeout_s`; then cancel it and wait `grace_s` for cleanup.
 
     Raises:
         CallTimeout: the time is up. Exceptions of the coroutine propagate.
     """
-    task = asyncio.ensure_future(_no_exit(coroutine))
+    task = asyncio.ensure_future(no_exit(coroutine))
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
     except asyncio.CancelledError:
@@ -187,8 +187,18 @@ async def within(coroutine: object, timeout_s: float | None, grace_s: float = 1.
     raise CallTimeout(f"no result after {timeout_s:g} s")
 
 
-async def _no_exit(awaitable: Any) -> object:
-    try:
+async def no_exit(awaitable: Awaitable[T]) -> T:
+    """Await an author's method; see `wrapping_exits`."""
+    with wrapping_exits():
         return await awaitable
-    except SystemExit as e:  # in a task it would end the event loop
+
+
+@contextmanager
+def wrapping_exits() -> Iterator[None]:
+    """Raise `ToolRaised` for what is not a plain Exception, such as SystemExit, which would end the event loop."""
+    try:
+        yield
+    except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
+        raise
+    except BaseException as e:
         raise ToolRaised(e) from None
