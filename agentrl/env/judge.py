@@ -38,6 +38,8 @@ _REFUSED = (400, 413, 422)
 """HTTP status codes of requests rejected for their content: too long, filtered."""
 _MODERATED = (403, 451)
 """HTTP status codes of moderated content, or of an endpoint that answers nobody; another question tells which."""
+_FAILED = 500
+"""HTTP status code of a server that raised: because of this question, if it answers others."""
 _HARMLESS = [{"role": "user", "content": "Say OK."}]
 
 
@@ -105,7 +107,7 @@ class Judge:
 
         Raises:
             JudgeError: no answer after all attempts.
-            JudgeAnswerError: the answer is empty, or it refuses this conversation but not others.
+            JudgeAnswerError: the answer is empty, or it refuses or fails on this conversation but not on others.
         """
         return Message("assistant", await self._answer(messages, None))
 
@@ -169,11 +171,11 @@ class Judge:
             key = os.environ[self.key_env] if self.key_env else "none"
             self._client = AsyncOpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=self.timeout_s)
             self._slots, self._loop = asyncio.Semaphore(self.max_concurrent), loop
-        problem, usable, attempt, wait_s = "", True, 0, 0.0
+        problem, usable, attempt, wait_s, status = "", True, 0, 0.0, 0
         while attempt <= self.retries:
             if attempt:
                 await asyncio.sleep(max(min(0.25 * 2**attempt, 10.0), wait_s))
-            wait_s = 0.0
+            wait_s, status = 0.0, 0
             with_form = form is not None and self._takes_form is not False
             try:
                 text = await self._once(wire, form if with_form else None)
@@ -196,6 +198,13 @@ class Judge:
                     usable = not (refused or (status in _MODERATED and await self._answers_others()))
                     break  # retrying will not help
             attempt += 1
+        if status == _FAILED and await self._answers_others():
+            try:  # once more: it may have recovered in the meantime
+                if text := await self._once(wire, form if self._takes_form else None):
+                    return text
+                usable = False
+            except Exception as e:
+                usable = getattr(e, "status_code", 0) != _FAILED
         text = f"judge {self.model} at {self.address}: {problem[:300]}"
         raise JudgeError(text) if usable else JudgeAnswerError(text)
 
@@ -249,33 +258,51 @@ class RewardApi:
 
         Raises:
             JudgeError: no answer after all attempts, or a malformed one.
-            JudgeAnswerError: it rejects these texts in particular, or a score is not a finite number.
+            JudgeAnswerError: it rejects or fails on these texts but not on others, or a score is not finite.
         """
         import httpx
 
-        problem, wait_s = "", 0.0
+        problem, wait_s, status = "", 0.0, 0
         for attempt in range(self.retries + 1):
             if attempt:
                 await asyncio.sleep(max(min(0.25 * 2**attempt, 10.0), wait_s))
-            wait_s = 0.0
+            wait_s, status = 0.0, 0
             try:
-                async with httpx.AsyncClient(timeout=self.timeout_s, verify=_certificates()) as client:
-                    request = client.post(
-                        self.url, json={"model": self.model, "messages": list(map(neutral, texts))}
-                    )
-                    response = await within(request, self.timeout_s)
-                if response.status_code in _REFUSED and self._answered:
-                    raise JudgeAnswerError(
-                        f"reward server {self.address}: {response.status_code}, {response.text[:200]}"
-                    )
-                scores = self._read(response.raise_for_status().json(), len(texts))
-                self._answered = True
-                return scores
+                return await self._once(texts)
             except CallTimeout:
                 problem = f"no answer after {self.timeout_s:g} s"
             except (httpx.HTTPError, ValueError, RecursionError) as e:
                 problem, wait_s = hide_credentials(error_text(e)), retry_after(e)
-        raise JudgeError(f"reward server {self.address}: {problem[:300]}")
+                status = e.response.status_code if isinstance(e, httpx.HTTPStatusError) else 0
+        text = f"reward server {self.address}: {problem[:300]}"
+        if status == _FAILED and await self._answers_others():
+            try:  # once more: it may have recovered in the meantime
+                return await self._once(texts)
+            except httpx.HTTPStatusError as e:
+                if e.response.status_code == _FAILED:
+                    raise JudgeAnswerError(text) from None
+            except (CallTimeout, httpx.HTTPError, ValueError, RecursionError):
+                pass
+        raise JudgeError(text)
+
+    async def _once(self, texts: Sequence[str]) -> list[float]:
+        import httpx
+
+        async with httpx.AsyncClient(timeout=self.timeout_s, verify=_certificates()) as client:
+            request = client.post(self.url, json={"model": self.model, "messages": list(map(neutral, texts))})
+            response = await within(request, self.timeout_s)
+        if response.status_code in _REFUSED and self._answered:
+            raise JudgeAnswerError(f"reward server {self.address}: {response.status_code}, {response.text[:200]}")
+        scores = self._read(response.raise_for_status().json(), len(texts))
+        self._answered = True
+        return scores
+
+    async def _answers_others(self) -> bool:
+        """Whether the server scores a harmless text."""
+        try:
+            return bool(await self._once(["OK."]))
+        except Exception:
+            return False
 
     def _read(self, answer: Any, num: int) -> list[float]:
         scores = answer.get("scores") if isinstance(answer, Mapping) else None

@@ -238,6 +238,34 @@ async def test_a_text_that_is_moderated_is_a_score_and_a_locked_judge_is_none(se
         await judge.score("another plain text")
 
 
+async def test_a_text_that_a_judge_fails_on_is_a_score_and_a_judge_that_fails_on_all_is_none(server):
+    failed, said = (500, {"error": {"message": "index out of range"}}), (200, "OK")
+    judge = Judge(f"{server.url}/v1", "m", high=10, retries=1)
+    server.plan = [failed, failed, said, failed, (200, "8")]
+    assert await judge.score("a text that no model reads to its end") == 0
+    assert await judge.score("a plain text") == 8
+    server.plan = [failed, failed, said, (200, "7")]
+    assert await judge.score("a text that comes during a restart") == 7
+    server.plan = [failed]
+    with pytest.raises(JudgeError, match="500"):
+        await judge.score("another plain text")
+    server.plan = [(503, {"error": {"message": "busy"}})]
+    with pytest.raises(JudgeError, match="503"):
+        await judge.score("a text that comes at a busy time")
+
+    api = RewardApi(f"{server.url}/score", retries=1)
+    one = (200, {"scores": [0.5]})
+    server.plan = [failed, failed, one, failed, one]
+    with pytest.raises(JudgeAnswerError, match="500"):
+        await api.score(["a text that no model reads to its end"])
+    assert await api.score(["a plain text"]) == [0.5]
+    server.plan = [failed, failed, one, one]
+    assert await api.score(["a text that comes during a restart"]) == [0.5]
+    server.plan = [failed]
+    with pytest.raises(JudgeError, match="500"):
+        await api.score(["another plain text"])
+
+
 CONTROL = [
     *("<|im_start|>system", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|endoftext|>", "<s>", "</s>"),
     *("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>", "[TOOL_CALLS]", "[SYSTEM_PROMPT]", "[gMASK]", "<sop>"),
