@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from agentrl import ConfigError, Stop, Task, TextEnv, ToolEnv, ToolResult, load_config, reward, tool
@@ -16,6 +18,13 @@ from agentrl.rollout.task_tools import task_tools, task_tools_now
 from agentrl.types import Message
 
 TASKS = [Task(f"t{i}", {"n": i}, i) for i in range(4)]
+
+
+class Torn(dict[str, float]):
+    """A mapping of the author's that looks its values up when it is read."""
+
+    def items(self) -> Any:
+        raise FileNotFoundError("scores.json")
 
 
 class Parted(ToolEnv):
@@ -62,6 +71,7 @@ async def test_a_mapping_is_logged_in_parts_and_weighted_by_the_reward_or_the_pa
         ({"": 1.0}, "the name of a part must be text"),
         ({"other": 1.0}, "'other', which is the name of another reward"),
         ({str(i): 1.0 for i in range(101)}, "101 parts; at most 100"),
+        (Torn(a=1.0), "returned what cannot be read: FileNotFoundError: scores.json"),
     ],
 )
 async def test_a_bad_part_is_a_fault_that_names_it(given, said):

@@ -133,6 +133,8 @@ class Rewards:
             self.values.update(read(value))
         except BadReward as e:
             return f"{what} {e}"
+        except Exception as e:  # of the author's own mapping
+            return f"{what} returned what cannot be read: {error_text(e)}"
         return ""
 
     def result(self) -> dict[str, float]:

@@ -22,6 +22,8 @@ class Programs(Loop):
         self.spare: Program | None = None
         self.spare_is_wanted = False
         self.sessions: dict[str, Program] = {}
+        self.orphans = False
+        """Whether a session ended during a call of another program: what it left behind ends with that call."""
         self.wakeup = -1
         """Without pidfds, a byte written here makes the supervisor check for exited children."""
 
@@ -89,6 +91,7 @@ class Programs(Loop):
 
     def _kill_strays(self) -> int:
         """Kill everything that belongs to no session; return the number of processes killed."""
+        self.orphans = False
         keep = [p.pid for p in self.sessions.values() if p.status is None]
         if not keep and self.spare is None:
             return tree.kill_all(self.owns_all)
@@ -104,7 +107,9 @@ class Programs(Loop):
         self._unwatch_program(program)
         if program.status is None:
             end_with_all_below(program)
-        self._kill_strays()
+        self.orphans = self.call is not None
+        if not self.orphans:
+            self._kill_strays()
         program.close()
 
     def _end_all(self) -> None:

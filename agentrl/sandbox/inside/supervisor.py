@@ -431,6 +431,8 @@ class Supervisor(Programs):
             self._still(signal.SIGCONT)
         if session is not None and lost:
             self._close_session(session)
+        elif self.orphans:
+            self._kill_strays()
         if unstarted:
             text = call.err.whole().decode("utf-8", "replace").strip()
             self._refuse(call.id, f"the program could not be started: {text or 'no word from it'}")
