@@ -15,7 +15,7 @@ from agentrl.chat.transcript import rows_of
 from agentrl.learner.split import StepRows
 from agentrl.rollout.limits import less_overlong
 from agentrl.run_folder.records import EpisodeRecord
-from agentrl.types import LIMITS, Episode, Group, Message, Sample, Segment, Turn
+from agentrl.types import LIMITS, Episode, Group, Message, Sample, Segment, StopReason, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,13 @@ def _segment_rewards(episode: Episode, turn_of: Mapping[int, int]) -> dict[int, 
 
 
 def _parts(episode: Episode) -> dict[str, float]:
-    """The rewards by name, with the turn rewards as one of them."""
+    """The rewards by name, with the turn rewards as one of them.
+
+    If the env raised or the policy broke its sandbox, the reward is fixed and one part: what the turns had earned
+    does not count.
+    """
+    if episode.stop_reason in (StopReason.SANDBOX_BROKEN, StopReason.FAULT):
+        return {episode.stop_reason.value: episode.reward} if episode.reward else {}
     turns = sum(turn.reward for turn in episode.turns)
     return {**episode.rewards, **({"turns": turns} if turns else {})}  # missing rewards count as 0
 

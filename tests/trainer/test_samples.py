@@ -175,6 +175,22 @@ def test_gdpo_counts_a_part_that_is_0():
     assert found[0].advantages[-1] > 0, "the best episode is pushed up"
 
 
+@pytest.mark.parametrize("turns", [1.0, 3.0], ids=["", "turns weigh more"])
+@pytest.mark.parametrize("stop", [StopReason.FAULT, StopReason.SANDBOX_BROKEN])
+def test_gdpo_gives_nothing_for_turns_before_the_env_was_broken(stop: StopReason, turns: float):
+    """The turns of the first episode earned 0.5, its reward is fixed at 0; the others ended as they should."""
+    rewards = {"sandbox_broken": -0.5} if stop is StopReason.SANDBOX_BROKEN else {}
+    one = episode("broken", 0.0, stop=stop, rewards=rewards)
+    broken = replace(one, turns=(replace(one.turns[0], reward=0.5),))
+    others = [episode(f"e{i}", 0.5 * i, rewards={"solved": 0.5 * i}) for i in range(3)]
+    weighed = replace(others[2], turns=(replace(one.turns[0], reward=0.25),))  # the part exists
+    gdpo = Algorithm(AlgorithmConfig(advantage={"name": "gdpo", "weights": {"turns": turns}}))
+    found = gdpo.advantages(gdpo.rows([Group(Task("t"), (broken, *others[:2], weighed))])).samples
+    first, failed, *_ = (s.advantages[-1] for s in found)
+    assert first == pytest.approx(failed), "as an episode that failed honestly"
+    assert first < 0
+
+
 def test_gdpo_counts_an_overlong_penalty_that_only_some_have():
     cut = episode("cut", 1.0, stop=StopReason.MAX_TURNS, rewards={"solved": 1.0})
     pair = penalised([Group(Task("t"), (cut, episode("whole", 1.0, rewards={"solved": 1.0})))], 0.25)
