@@ -15,20 +15,20 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from agentrl.clean import clean_message, clean_text
 from agentrl.env.env import Env
 from agentrl.env.toolenv.asked import asking
 from agentrl.env.toolenv.dispatch import no_exit
+from agentrl.env.toolenv.json_schema import shorten
 from agentrl.env.toolenv.observe import error_text
+from agentrl.env.toolenv.rewards import LARGEST, BadReward, check_number
 from agentrl.env.toolenv.threads import CallTimeout, ToolRaised
 from agentrl.errors import (
     AgentRLError,
@@ -350,20 +350,25 @@ async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -
     check_clock(episode.clock)
     observed = [clean_message(message) for message in observed]
     episode.faults.update(info.faults)
-    if not _is_number(reward):
-        episode.faults["step"] = f"{type(env).__name__}.step returned the reward {reward!r}: not a finite number"
-        reward = 0.0
+    number = _number(reward)
+    if number is None:
+        said = f"{type(env).__name__}.step returned the reward {shorten(reward)}"
+        episode.faults["step"] = f"{said}: not a finite number, at most {LARGEST:g}"
     episode.turns.append(
         replace(
             turn,
             observation=tuple(observed),
-            reward=float(reward),
+            reward=number or 0.0,
             env_seconds=time.monotonic() - began,
             calls=tuple(replace(call, result=clean_text(call.result)) for call in info.calls),
-            rewards={n: float(value) for n, value in _clean_names(info.rewards).items() if _is_number(value)},
+            rewards=_numbers(_clean_names(info.rewards)),
         )
     )
-    episode.count(info.metrics)
+    metrics = _numbers(info.metrics)
+    episode.count(metrics)
+    if bad := [name for name in info.metrics if name not in metrics]:
+        said = f"{type(env).__name__}.step returned the metric {shorten(bad[0])}"
+        episode.faults["step"] = f"{said} = {shorten(info.metrics[bad[0]])}: not a finite number"
     if terminated or truncated:
         episode.stop = info.stop_reason or (StopReason.TERMINATED if terminated else StopReason.MAX_TURNS)
     elif len(episode.turns) >= max_turns:
@@ -440,10 +445,14 @@ async def _ask_hint(env: Env, episode: OpenEpisode, timeout_s: float) -> None:
 
 def finite(rewards: Mapping[str, float], where: str, faults: dict[str, str]) -> dict[str, float]:
     """The rewards with 0 for what is not a finite number, which becomes a fault."""
-    for name, value in rewards.items():
-        if not _is_number(value):
-            faults[name] = f"reward {name!r} of {where} is {value!r}: a reward must be a finite number"
-    return {name: value if _is_number(value) else 0.0 for name, value in rewards.items()}
+    found = {name: _number(value) for name, value in rewards.items()}
+    for name, number in found.items():
+        if number is None:
+            faults[name] = (
+                f"reward {name!r} of {where} is {shorten(rewards[name])}: a reward must be a finite number, "
+                f"at most {LARGEST:g}"
+            )
+    return {name: number or 0.0 for name, number in found.items()}
 
 
 def raised(error: Exception) -> BaseException:
@@ -458,10 +467,18 @@ def check_clock(clock: asyncio.Timeout | None) -> None:
         raise TimeoutError
 
 
+def _numbers(given: Mapping[str, float]) -> dict[str, float]:
+    """The entries that are finite numbers."""
+    return {name: number for name, value in given.items() if (number := _number(value)) is not None}
+
+
 def is_ours(env: Env, method: str) -> bool:
     """Whether this method of the env is agentrl's own code, so that an exception from it is a bug in agentrl."""
     return str(getattr(type(env), method).__module__).startswith("agentrl.env.")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+def _number(value: object) -> float | None:
+    try:
+        return check_number(value)
+    except BadReward:
+        return None

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentrl.chat.template import Renderer
@@ -155,6 +158,43 @@ async def test_whose_fault_it_was_does_not_depend_on_how_it_was_raised(
     assert list(episode.faults) == [method]
     assert (episode.stop_reason is StopReason.FAULT) == (method == "step")
     assert len(episode.turns) == 1
+
+
+@pytest.mark.parametrize("method", ["step", "score", "score_group"])
+@pytest.mark.parametrize("value", [1e308, -1e200, 10**400, Fraction(10**400, 3), float("nan"), "1", None, 1j])
+async def test_a_number_that_cannot_be_averaged_is_a_fault(renderer: Renderer, method: str, value: Any):
+    class Odd(Plain):
+        async def step(self, message: Message) -> tuple[Sequence[Message], float, bool, bool, StepInfo]:
+            await super().step(message)
+            info = StepInfo(metrics={"odd": value} if method == "step" else {})
+            return [], value if method == "step" else 0.0, True, False, info
+
+        async def score(self, episode: Episode) -> Mapping[str, float]:
+            return {"odd": value, "more": value, "fine": 1.0} if method == "score" else {"fine": 1.0}
+
+        async def score_group(self, episodes: Sequence[Episode]) -> Sequence[Mapping[str, float]]:
+            return [{"odd": value, "more": value} if method == "score_group" else {} for _ in episodes]
+
+    (episode,) = (await GroupPlayer(player(renderer, Odd), 1, 0).play(Task("t"), "s", 0)).episodes
+    assert episode.reward == 1.0
+    assert set(episode.faults) == ({"step"} if method == "step" else {"odd", "more"})
+    assert "odd" not in episode.metrics
+
+
+@pytest.mark.parametrize("value", [True, np.bool_(True), np.float32(1), np.int64(1), Fraction(1), Decimal(1)])
+async def test_any_finite_number_is_a_reward(renderer: Renderer, value: Any):
+    class Odd(Plain):
+        async def step(self, message: Message) -> tuple[Sequence[Message], float, bool, bool, StepInfo]:
+            await super().step(message)
+            return [], value, True, False, StepInfo(metrics={"counted": value})
+
+        async def score(self, episode: Episode) -> Mapping[str, float]:
+            return {"all": value}
+
+    (episode,) = (await GroupPlayer(player(renderer, Odd), 1, 0).play(Task("t"), "s", 0)).episodes
+    assert (episode.faults, episode.turns[0].reward, episode.rewards["all"]) == ({}, 1.0, 1.0)
+    kinds = {type(x) for x in (episode.turns[0].reward, episode.rewards["all"], episode.metrics["counted"])}
+    assert kinds == {float}
 
 
 @pytest.mark.parametrize("then", ["goes on", "raises"])
