@@ -57,7 +57,11 @@ class PolicyModel(Protocol):
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), train: bool = False
     ) -> Message:
         """The policy's answer to `messages`, in a separate context; with `train`, its tokens are trained as
-        well."""
+        well.
+
+        Raises:
+            ValueError: the conversation does not fit into the context.
+        """
 
 
 @dataclass(frozen=True, slots=True)

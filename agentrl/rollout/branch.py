@@ -50,14 +50,15 @@ class PolicyBranch:
                 advantage.
 
         Raises:
-            EngineError: the engine is lost, or the conversation leaves no room in the context.
+            EngineError: the engine is lost.
+            ValueError: the conversation leaves no room in the context, which the policy may have caused.
         """
         number = next(self._numbers)
         branch, known = self._branch(messages, tools, train)
         branch.extend(messages[known:])
         room = min(self._sampling.max_tokens, self._engine.max_context - len(branch.ids))
         if room < 1:
-            raise EngineError(f"self.model: {len(branch.ids)} tokens leave no room in {self._engine.max_context}")
+            raise ValueError(f"self.model: {len(branch.ids)} tokens leave no room in {self._engine.max_context}")
         seed = None if self._sampling.seed is None else self._sampling.seed + number
         sampling = replace(self._sampling, max_tokens=room, seed=seed)
         session = f"{self._session}/branch{number}"

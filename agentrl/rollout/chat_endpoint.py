@@ -8,7 +8,6 @@ from typing import Any
 
 from agentrl.engine.chat_client import ChatClient, ContextFullError, Conversation, Reply
 from agentrl.env.env import Env, PolicyAccess
-from agentrl.errors import EngineError
 from agentrl.rollout.lifecycle import (
     EpisodeStatus,
     OpenEpisode,
@@ -111,11 +110,12 @@ class _Branch:
         """The model's answer to `messages`; `train` has no effect, because nothing is trained.
 
         Raises:
-            EngineError: no answer, or the conversation is too long.
+            EngineError: no answer.
+            ValueError: the conversation is too long, which the policy may have caused.
         """
         conversation = Conversation(self.player.client, tools)
         conversation.extend(messages)
         try:
             return (await self.player.ask(conversation, self.episode, self.player.limits.max_tokens)).message
         except ContextFullError as e:
-            raise EngineError(f"self.model: {e}") from e
+            raise ValueError(f"self.model: {e}") from e

@@ -116,3 +116,36 @@ async def test_a_conversation_of_several_turns_keeps_its_ids_and_trains_once(ren
     rows = [row for row in rows_of(episode.segments) if any(row.loss_mask)]
     texts = [renderer.decode([i for i, m in zip(r.ids, r.loss_mask, strict=True) if m]) for r in rows]
     assert sorted(text.count("like this") for text in texts) == ([0, 3] if train else [0])
+
+
+class Simulated(Delegate):
+    """Ask the helper, who is given the question twenty times; the user listens in."""
+
+    @tool
+    async def ask(self, question: str) -> str:
+        """Ask the helper."""
+        return await super().ask(question * 20)
+
+    async def respond(self, message: Message) -> str | None:
+        return await super().ask(str(message.content) * 20)
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("where", ["tool", "respond"])
+async def test_a_conversation_that_the_policy_makes_too_long_is_not_replayed(renderer, where: str, train: bool):
+    env = type("Env", (Simulated,), {"train": train})
+    long = "a b c d " * 180
+    first = call("ask", question=long) if where == "tool" else say(long)
+    turns = [first, say("Done."), *[say("Hm.")] * 9]
+    engine = Engine(renderer, turns.__getitem__, tools=env().tools, max_context=4096)
+    limits = EpisodeLimits(max_tokens=3000, token_budget=8000)
+    player = Player(engine, renderer, env, limits, Sampling())
+    episode = await run_episode(player, Task("t"), episode_id="e", seed=0)
+    assert episode.error is None
+    if where == "tool":
+        (record,) = episode.turns[0].calls
+        assert (record.outcome, episode.reward) == ("tool_exception", 1.0)
+        assert "ValueError: self.model: " in record.result
+    else:
+        assert (episode.stop_reason, episode.reward) == (StopReason.FAULT, 0.0)
+        assert "tokens leave no room in 4096" in episode.faults["step"]
