@@ -15,8 +15,8 @@ from agentrl.chat.transcript import Transcript
 from agentrl.config.compact import CompactConfig
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
-from agentrl.env.toolenv.observe import plain_text
-from agentrl.errors import ConfigError, EngineError, EnvError
+from agentrl.env.toolenv.observe import error_text, plain_text
+from agentrl.errors import ConfigError, EngineError, EnvError, infra_error
 from agentrl.importing import load_object
 from agentrl.types import Completion, Message, Sampling
 
@@ -125,7 +125,7 @@ async def compact(
 
     Raises:
         EngineError: the engine is lost.
-        EnvError: the user's function raised, or did not return messages.
+        EnvError: the user's function raised, or did not return messages. Its InfraError is raised as it is.
     """
     before, spent = len(transcript.ids), how.spent(transcript)
     metrics: dict[str, float] = {}
@@ -225,7 +225,7 @@ async def _rewritten(rewrite: Rewrite, messages: Sequence[Message]) -> Sequence[
         found = rewrite(messages)
         found = await found if inspect.isawaitable(found) else found
     except Exception as e:
-        raise EnvError(f"{where} raised {type(e).__name__}: {e}") from e
+        raise infra_error(e) or EnvError(f"{where} raised {error_text(e)}") from e
     if not isinstance(found, list | tuple) or not found or not all(isinstance(m, Message) for m in found):
         raise EnvError(f"{where} returned {found!r:.100}; it must return a list of agentrl.types.Message")
     return found

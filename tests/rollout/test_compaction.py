@@ -14,7 +14,7 @@ from agentrl.chat.token_check import TokenCheckBudget
 from agentrl.chat.transcript import rows_of
 from agentrl.config import RunConfig
 from agentrl.config.compact import CompactConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, JudgeError
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.compaction import DROPPED, INTRODUCTION, Compaction
 from agentrl.rollout.episode import Player, TokenCheck, run_episode
@@ -220,7 +220,10 @@ async def test_own_function(renderer: Renderer, tmp_path: Path):
     def broken(messages: Sequence[Message]) -> object:
         return "text"
 
-    for function in (newest, broken):
+    async def without_a_model(messages: Sequence[Message]) -> list[Message]:
+        raise JudgeError("no answer")
+
+    for function in (newest, broken, without_a_model):
         limits = EpisodeLimits(max_turns=9, max_tokens=60)
         sampling = Sampling(max_tokens=60, stop_ids=renderer.stop_ids)
         player = Player(engine, renderer, Book, limits, sampling, None, Compaction(config, 520, 60, function))
@@ -228,6 +231,8 @@ async def test_own_function(renderer: Renderer, tmp_path: Path):
         if function is newest:
             assert found.solved is True
             assert found.metrics["compact/times"] >= 1.0
+        elif function is without_a_model:
+            assert found.error == "JudgeError: no answer"
         else:
             assert found.stop_reason is StopReason.FAULT
             assert "must return a list of agentrl.types.Message" in found.faults["step"]
