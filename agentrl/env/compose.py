@@ -111,15 +111,17 @@ class ComposedEnv(ToolEnv):
     async def release(self) -> None:
         """Release what `prepare` and `setup` acquired; one failure does not prevent the rest."""
         failures: list[str] = []
-        for tool in self._verl:
-            try:
-                await tool.end()
-            except Exception as e:
-                failures.append(f"{tool.name}.release: {error_text(e)}")
         try:
-            await super().release()
-        except InfraError as e:
-            failures.append(str(e))
+            for tool in self._verl:
+                try:
+                    await tool.end()
+                except Exception as e:
+                    failures.append(f"{tool.name}.release: {error_text(e)}")
+        finally:
+            try:
+                await super().release()
+            except InfraError as e:
+                failures.append(str(e))
         if failures:
             raise InfraError("; ".join(failures))
 

@@ -8,11 +8,13 @@ import pytest
 
 from agentrl.chat.template import Renderer
 from agentrl.env import ToolEnv, reward, tool
+from agentrl.env.compose import ComposedEnv
 from agentrl.env.toolenv.threads import stuck
 from agentrl.errors import EngineError, SandboxError
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.episode import Player, run_episode
 from agentrl.rollout.limits import EpisodeLimits
+from agentrl.sandbox import Sandbox, close_pools, pool_for
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
 from agentrl.types import Sampling, StopReason, Task
@@ -120,6 +122,55 @@ async def test_a_cancelled_episode_closes_its_env(renderer):
     with pytest.raises(asyncio.CancelledError):
         await episode
     assert Counter.closed == ["t"]
+
+
+class Hangs:
+    """A toolbox, and a tool of verl's, that does not end."""
+
+    def __init__(self, config: object = None, tool_schema: object = None) -> None:
+        self.tool_schema = {"type": "function", "function": {"name": "ask", "parameters": {"type": "object"}}}
+
+    @tool
+    def look(self) -> str:
+        """Look."""
+        return ""
+
+    async def create(self, instance_id: str, **kwargs: object) -> str:
+        return instance_id
+
+    async def execute(self, instance_id: str, parameters: object, **kwargs: object) -> tuple[str, float, object]:
+        return "", 0.0, {}
+
+    async def teardown(self) -> None:
+        await asyncio.sleep(60)
+
+    async def release(self, instance_id: str, **kwargs: object) -> None:
+        await asyncio.sleep(60)
+
+
+class Boxed(ToolEnv):
+    """Work in a sandbox."""
+
+    sandbox = Sandbox()
+    toolboxes = (Hangs,)
+
+
+def composed() -> ComposedEnv:
+    return ComposedEnv(tools=[{"class_name": f"{__name__}.Hangs", "config": {}}], sandbox={})
+
+
+@pytest.mark.parametrize("make", [Boxed, composed])
+async def test_a_toolbox_that_does_not_end_keeps_no_sandbox(renderer, make):
+    pool = pool_for(Sandbox())
+    engine = ScriptedEngine(renderer, [say("done")] * 2, tools=make().tools)
+    for number in range(2):
+        played = Player(engine, renderer, make, EpisodeLimits(timeout_s=1.0), Sampling())
+        with pytest.warns(UserWarning, match="close: took longer than 1 s"):
+            await run_episode(
+                played, Task("t", {"prompt": "Go."} if make is composed else {}), episode_id=f"e{number}", seed=0
+            )
+    assert (pool.metrics()["leases"], pool.metrics()["leased"]) == (2.0, 0.0)
+    await close_pools()
 
 
 async def test_one_of_64_sleeps_for_ever_and_the_step_ends_in_time(renderer):

@@ -274,13 +274,15 @@ class ToolEnv(ScoredEnv):
                 await self._thread.close()
 
     async def release(self) -> None:
-        """Release what `prepare` acquired; runs after `teardown`, even if that failed."""
-        failures = await toolbox.end(self._toolboxes, self.settings.teardown_timeout_s)
-        leases, self._leases = self._leases, {}
-        for spec, box in leases.items():
-            await pool_for(spec).release(box)
-        for connection in self._connections:
-            await connection.close()
+        """Release what `prepare` acquired; runs after `teardown`, even if that failed or took too long."""
+        try:
+            failures = await toolbox.end(self._toolboxes, self.settings.teardown_timeout_s)
+        finally:
+            leases, self._leases = self._leases, {}
+            for spec, box in leases.items():
+                await pool_for(spec).release(box)
+            for connection in self._connections:
+                await connection.close()
         if failures:
             raise InfraError("; ".join(failures))
 
