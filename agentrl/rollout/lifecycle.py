@@ -132,12 +132,18 @@ class OpenEpisode:
         self.stop = reason
 
     def judge_solved(self) -> None:
-        """Decide whether the episode is solved; one with a fault or a broken sandbox is not. Raises JudgeError."""
+        """Decide whether the episode is solved; one with a fault or a broken sandbox is not.
+
+        A part that the rule needs and the rewards lack is a fault: they may depend on what the policy did.
+        """
         if self.env is None:
             return
         if not self.faults and self.stop is not StopReason.SANDBOX_BROKEN:
-            self.solved = self.env.solved_verdict(self.rewards, self.total)
-            return
+            try:
+                self.solved = self.env.solved_verdict(self.rewards, self.total)
+                return
+            except JudgeError as e:
+                self.faults["solved_at"] = str(e)
         rule = self.env.solved_rule()
         self.solved = False if rule is not None and rule.strict else None
 

@@ -160,6 +160,18 @@ async def test_whose_fault_it_was_does_not_depend_on_how_it_was_raised(
     assert len(episode.turns) == 1
 
 
+async def test_an_episode_that_lacks_the_part_that_decides_is_scored(renderer: Renderer):
+    class Graded(Plain):
+        solved_at = {"correct": 1.0}  # noqa: RUF012
+
+        async def score(self, episode: Episode) -> Mapping[str, float]:
+            return {"unreadable": 0.0}  # the policy's answer cannot be parsed
+
+    (episode,) = (await GroupPlayer(player(renderer, Graded), 1, 0).play(Task("t"), "s", 0)).episodes
+    assert (episode.error, episode.reward, episode.solved) == (None, 0.0, False)
+    assert "names the reward 'correct'; the episode only has: unreadable" in episode.faults["solved_at"]
+
+
 @pytest.mark.parametrize("method", ["step", "score", "score_group"])
 @pytest.mark.parametrize("value", [1e308, -1e200, 10**400, Fraction(10**400, 3), float("nan"), "1", None, 1j])
 async def test_a_number_that_cannot_be_averaged_is_a_fault(renderer: Renderer, method: str, value: Any):
