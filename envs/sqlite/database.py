@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sqlite3
+import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
@@ -24,6 +25,8 @@ _SURNAMES = ("Ash", "Birch", "Cole", "Drake", "Elm", "Frost", "Gale", "Hart")
 _THINGS = ("lamp", "chair", "kettle", "spade", "puzzle", "tent", "desk", "bowl", "rope", "clock", "kite", "mug")
 
 MAX_STEPS = 20_000
+MAX_CPU_S = 1.0
+"""CPU time of one query: a step may compare or store thousands of characters. The references need milliseconds."""
 MAX_ROWS = 500
 MAX_BYTES = 1_000_000
 """Maximum size of an answer: its rows are held in memory, and a query can repeat a value in every column."""
@@ -84,15 +87,15 @@ def run(connection: sqlite3.Connection, sql: str) -> tuple[list[str], list[tuple
     """Column names and at most `MAX_ROWS` rows of one SELECT.
 
     Raises:
-        QueryError: SQLite refuses it, it fails, it takes more than `MAX_STEPS` hundreds of virtual steps, or its
-            answer has more than `MAX_BYTES`.
+        QueryError: SQLite refuses it, it fails, it takes more than `MAX_STEPS` hundreds of virtual steps or
+            `MAX_CPU_S`, or its answer has more than `MAX_BYTES`.
     """
-    steps = 0
+    steps, until_s = 0, time.thread_time() + MAX_CPU_S
 
     def too_long() -> int:
         nonlocal steps
         steps += 1
-        return int(steps > MAX_STEPS)
+        return int(steps > MAX_STEPS or time.thread_time() > until_s)
 
     connection.set_progress_handler(too_long, _STEPS_BETWEEN_CHECKS)
     try:
