@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import ClassVar
 
 from agentrl.chat.parsers.parser import Event, Malformed, ParsedCall, Parser, ParserStream, Reasoning, Text, Tools
@@ -50,10 +51,7 @@ class BlockStream(ParserStream):
     def __init__(self, parser: BlockParser, *, tools: Tools, thinking: bool, partial: bool = False) -> None:
         self._parser, self._tools = parser, tools
         self._close_of = dict(parser.blocks)
-        self._openers = [opener for opener in (parser.think[0], *self._close_of, *parser.unseen) if opener]
-        self._opener = re.compile("|".join(map(re.escape, sorted(self._openers, key=len, reverse=True))) or "(?!)")
-        self._starts = frozenset(opener[0] for opener in self._openers)
-        self._longest = max(map(len, self._openers), default=1)
+        self._openers = _openers(tuple(filter(None, (parser.think[0], *self._close_of, *parser.unseen))))
         self._buffer = ""
         self._offset = 0  # of the buffer in the completion
         self._events: list[Event] = []
@@ -86,9 +84,8 @@ class BlockStream(ParserStream):
     def _run(self, text: str, final: bool) -> list[Event]:
         buffer, self._buffer = self._buffer, ""
         buffer += text  # in place: this frame holds the only reference
-        steps = {"text": self._text, "think": self._think, "block": self._block}
         at = 0
-        while (end := steps[self._state](buffer, at, final)) is not None:
+        while (end := self._step(buffer, at, final)) is not None:
             at = end
         if final:
             self._finish(self._offset + len(buffer))
@@ -101,6 +98,11 @@ class BlockStream(ParserStream):
 
     # Each state consumes what it can from `at` and returns where to continue, or None if it needs more text.
 
+    def _step(self, buffer: str, at: int, final: bool) -> int | None:
+        if self._state == "text":
+            return self._text(buffer, at, final)
+        return self._think(buffer, at, final) if self._state == "think" else self._block(buffer, at, final)
+
     def _text(self, buffer: str, at: int, final: bool) -> int | None:
         if self._fresh and self._parser.at_start:
             head = buffer[at : at + _WINDOW]
@@ -111,9 +113,9 @@ class BlockStream(ParserStream):
             may_begin = any(start.startswith(begun) for start in self._parser.at_start)
             if may_begin and not final and len(head) < _WINDOW:
                 return None
-        match = self._opener.search(buffer, at)
+        match = self._openers.marker.search(buffer, at)
         if match is None:
-            end = len(buffer) - (0 if final else self._held(buffer, at))
+            end = len(buffer) - (0 if final else self._openers.begun(buffer, at))
             self._say(buffer[at:end])
             return end if end > at else None
         self._say(buffer[at : match.start()])
@@ -123,12 +125,6 @@ class BlockStream(ParserStream):
         if match.group() in self._parser.unseen:
             return match.end()
         return self._open(match.group(), match.end())
-
-    def _held(self, buffer: str, at: int) -> int:
-        """Return the length of the longest suffix of buffer[at:] that may become a marker."""
-        if self._starts.isdisjoint(buffer[max(at, len(buffer) - self._longest + 1) :]):
-            return 0
-        return max(_overlap(buffer, at, opener) for opener in self._openers)
 
     def _begin_thinking(self) -> None:
         self._state, self._head = "think", True
@@ -232,6 +228,29 @@ class BlockStream(ParserStream):
             self._events.append(Malformed(f"the think block was not closed{calls}", (end, end)))
         elif not self._after and (space := "".join(self._space)):
             self._events.append(Text(space))
+
+
+class _Openers:
+    """Finds opening markers, whole ones and the beginning of one at the end of a buffer."""
+
+    def __init__(self, markers: Sequence[str]) -> None:
+        self.marker = re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or "(?!)")
+        self._starts = frozenset(marker[0] for marker in markers)
+        self._beginnings = frozenset(marker[:end] for marker in markers for end in range(1, len(marker)))
+        self._longest = max(map(len, self._beginnings), default=0)
+
+    def begun(self, buffer: str, at: int) -> int:
+        """Return the length of the longest suffix of buffer[at:] that may become a marker."""
+        tail = buffer[max(at, len(buffer) - self._longest) :]
+        if self._starts.isdisjoint(tail):
+            return 0
+        for start, character in enumerate(tail):
+            if character in self._starts and tail[start:] in self._beginnings:
+                return len(tail) - start
+        return 0
+
+
+_openers = lru_cache(_Openers)  # the same for all completions in a format
 
 
 class _BlockScan:
