@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -55,7 +56,12 @@ def blocks_of(page: Path) -> Iterator[Block]:
             reason = ""
 
 
+@cache
+def all_blocks() -> tuple[Block, ...]:
+    """The blocks of all pages, parsed once."""
+    return tuple(block for page in pages() for block in blocks_of(page))
+
+
 def blocks(*languages: str) -> list[Block]:
     """All blocks in one of these languages that are checked."""
-    found = [block for page in pages() for block in blocks_of(page)]
-    return [block for block in found if block.language in languages and not block.unchecked]
+    return [block for block in all_blocks() if block.language in languages and not block.unchecked]

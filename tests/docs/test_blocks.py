@@ -23,7 +23,7 @@ from agentrl.config.run import RunConfig
 from agentrl.config.schema import field_at, section_of
 from agentrl.config.source import read_source
 from agentrl.errors import ConfigError
-from tests.docs.blocks import ROOT, Block, blocks, blocks_of, pages
+from tests.docs.blocks import ROOT, Block, all_blocks, blocks, pages
 
 LANGUAGES = {"python", "yaml", "sh", "json", "text", "markdown", "dockerfile", "toml"}
 BASE: Mapping[str, object] = {"env": "env.py:Env", "model": {"path": "models/m"}}
@@ -56,7 +56,7 @@ def at(found: list[Block]) -> list[object]:
 
 
 def test_every_block_names_its_language():
-    found = [block for page in pages() for block in blocks_of(page)]
+    found = all_blocks()
     assert len(found) > 50
     assert [f"{block}: {block.language!r}" for block in found if block.language not in LANGUAGES] == []
 
