@@ -32,6 +32,7 @@ def check_sections(config: RunConfig) -> None:
         _check_distilled(view, name)
         _check_group_size(view, name)
         _check_room(view, name)
+        _check_penalties(view, name)
     _check_unrewarded(config)
     _check_step(config)
     _check_places(config)
@@ -288,6 +289,16 @@ def _check_group_size(config: RunConfig, env: str = "") -> None:
         raise ValueError(
             f"{where}rollout.group_size is 1: a group of one has no advantage; use at least 2, or choose an "
             f"algorithm.advantage that needs no siblings ({', '.join(sorted(ALONE))})"
+        )
+
+
+def _check_penalties(config: RunConfig, env: str = "") -> None:
+    """An advantage that divides by the mean reward needs rewards without penalties."""
+    where = f"envs.{env}: " if env else ""
+    if config.algorithm.advantage.name == "max_rl" and config.rollout.overlong == "penalise":
+        raise ValueError(
+            f"{where}rollout.overlong penalise makes rewards negative, and algorithm.advantage max_rl divides by their "
+            "mean: use train or mask, or another advantage"
         )
 
 
