@@ -80,6 +80,7 @@ def read_message(data: object) -> ReadMessage:
         raw.append(text)
         if problem:
             malformed[number] = problem
+    content = content or _optional(data, "refusal") or ""
     reasoning = _optional(data, "reasoning_content")
     reasoning = reasoning if reasoning is not None else _optional(data, "reasoning")
     message = Message("assistant", content, tuple(calls), name=name, reasoning=reasoning)

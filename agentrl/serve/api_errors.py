@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -86,9 +87,15 @@ def from_validation(error: ValidationError) -> ApiError:
     text = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         return ApiError(400, f"{param}: is required", param=param, code="missing_required_parameter")
-    given = "" if isinstance(first["input"], dict | list) else f", got {str(first['input'])[:80]!r}"
+    given = "" if isinstance(first["input"], dict | list) else f", got {_shown(first['input'])}"
     name = f"{param}: " if param else ""
     return ApiError(400, f"{name}{text}{given}", param=param or None, code="invalid_value")
+
+
+def _shown(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return repr(str(value)[:80])
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

@@ -118,8 +118,8 @@ class Conversations:
         found, at, matched = self._find(incoming, chains)
         drift = self._drift(incoming, forms, offered, found, at)
         new = incoming[at + 1 :]
-        if problem := next(((at + 1 + n, one.problem) for n, one in enumerate(new) if one.problem), None):
-            raise UnrenderableError(*problem)
+        if unsound := next((one for one in new if one.problem), None):
+            raise UnrenderableError(unsound.place, unsound.problem)
         ours = {} if found is None else _renamed(incoming[at].message, found)
         messages = [self._with_own_ids(one.message, ours) for one in new]
         if found is not None:

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl.engine.base import TokenLogprob
 from agentrl.errors import EngineError
-from agentrl.serve.api_errors import ApiError, context_exceeded, from_validation
+from agentrl.serve.api_errors import ApiError, context_exceeded, from_validation, unsupported
 from agentrl.serve.body import read_body
 from agentrl.serve.bounds import FEW_VALUES, SMALL_BODY, VALUES_PER_TOKEN, has_more_values, tokens_above
 from agentrl.serve.browsers import BrowserGuard
@@ -340,6 +340,8 @@ class ApiEndpoint:
 
     async def _response(self, request: Request, client: Client) -> Response:
         id = request.path_params["id"]
+        if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+            raise unsupported("stream", "a stored response is not streamed again; leave it out")
         found = client.session.answer(id)
         if found is None:
             raise responses.not_found(id)

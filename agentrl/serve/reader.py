@@ -219,13 +219,13 @@ class MessageReader:
         self._events: list[Event] = []
         self._said = _Said()
         self._unsettled = 0  # calls that have started and are incomplete
-        self._cut = False
+        self._called = False  # its only call is complete
         self._whole_at_once = False
 
     @property
     def cut(self) -> bool:
         """Whether the completion was cut before the policy ended it: at a stop text, or after its only call."""
-        return self._cut
+        return self._called or self._stops.found is not None
 
     @property
     def stopped_by(self) -> str | None:
@@ -256,7 +256,7 @@ class MessageReader:
         if not self.cut:
             deltas += self._tell(self._parse(self._stops.close()))
         events = self._parser.close()
-        if not (self.cut and self._one_call):
+        if not self._called:
             self._events += events
             deltas += self._tell(events)
         return deltas
@@ -264,10 +264,7 @@ class MessageReader:
     def _read(self, text: str) -> list[Delta]:
         if not text:
             return []
-        text = self._stops.feed(text)
-        deltas = self._tell(self._parse(text))
-        self._cut = self._cut or self._stops.found is not None
-        return deltas
+        return self._tell(self._parse(self._stops.feed(text)))
 
     def _parse(self, text: str) -> list[Event]:
         if not text:
@@ -280,7 +277,7 @@ class MessageReader:
     def _tell(self, events: Sequence[Event]) -> list[Delta]:
         deltas: list[Delta] = []
         for event in events:
-            if self.cut:
+            if self._called:
                 break
             for delta in self._deltas(event):
                 self._note(delta)
@@ -307,7 +304,7 @@ class MessageReader:
         """Complete a call: return the pieces that have not been sent yet."""
         if not self._read_calls:
             return [ContentDelta("".join(self._text)[slice(*call.span)])]
-        self._cut = self._one_call
+        self._called = self._one_call
         if self._unsettled:
             self._unsettled -= 1
             return []

@@ -245,7 +245,7 @@ class ChatService:
                     return session.prompt(ask.messages, ask.tools, renderer)
                 return await asyncio.to_thread(session.prompt, ask.messages, ask.tools, renderer)
         except UnrenderableError as e:
-            raise invalid(f"{ask.param}[{e.message}]", str(e)) from None
+            raise invalid(e.place, str(e)) from None
         except TemplateError as e:
             raise ApiError(400, f"{ask.param}: {e}", param=ask.param, code="invalid_value") from None
 

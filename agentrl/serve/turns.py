@@ -68,21 +68,23 @@ class Incoming:
         raw_arguments: the text of each call's arguments as sent, if `message` is an assistant turn.
         problem: why it cannot be rendered from scratch (arguments that are not a JSON object); recognized turns
         need not be.
+        place: where the problem is in the request, for errors.
         turn: number of the session's turn that this is, if the client named it; None to find out.
     """
 
     message: Message
     raw_arguments: tuple[str, ...] = ()
     problem: str = ""
+    place: str = field(default="", compare=False)
     turn: int | None = None
 
 
 class UnrenderableError(ValueError):
-    """A message that must be rendered cannot be: `message` is its index in the request."""
+    """A message that must be rendered cannot be; `place` says where it is in the request."""
 
-    def __init__(self, message: int, problem: str) -> None:
+    def __init__(self, place: str, problem: str) -> None:
         super().__init__(problem)
-        self.message = message
+        self.place = place
 
 
 @dataclass(frozen=True, slots=True, eq=False)

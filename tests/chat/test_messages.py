@@ -45,6 +45,8 @@ def test_other_spellings_are_read():
         "assistant", "", (ToolCall("call00000", "add", {"a": 1}),), reasoning="r"
     )
     assert read_message(bare).raw_arguments == ('{"a": 1}',)
+    refused = {"role": "assistant", "content": None, "refusal": "I will not."}
+    assert read_message(refused).message == Message("assistant", "I will not.")
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ async def test_stop_sequences_limits_and_filters(renderer: Renderer):
     async with serving(ScriptedEngine(renderer, [Message("assistant", "One STOP two")]), renderer) as served:
         body = (await post(served.base_url, asking(stop_sequences=["STOP"]))).json()
         assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "STOP")
-        assert body["content"] == [{"type": "text", "text": "One"}]
+        assert body["content"] == [{"type": "text", "text": "One "}]
     async with serving(Fixed(renderer), renderer) as served:
         body = (await post(served.base_url, asking(max_tokens=2))).json()
         assert (body["stop_reason"], body["usage"]["output_tokens"]) == ("max_tokens", 2)
@@ -177,6 +177,9 @@ async def test_counting_is_exact_and_leaves_no_trace(renderer: Renderer):
         assert number == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
+TEXT = {"type": "text", "text": "hi"}
+CALLED = {"type": "tool_use", "id": "a", "name": "add", "input": {"malformed_arguments": "{"}}
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
 BAD: list[tuple[dict[str, Any], int, str, str]] = [
     ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
     ({"messages": []}, 400, "invalid_request_error", "messages"),
@@ -217,6 +220,25 @@ BAD: list[tuple[dict[str, Any], int, str, str]] = [
     ({"tools": [{"name": "add"}]}, 400, "invalid_request_error", "tools[0].input_schema"),
     ({"tool_choice": {"type": "tool"}, "tools": [ADD]}, 400, "invalid_request_error", "tool_choice.name"),
     ({"mcp_servers": [{"url": "x"}]}, 400, "invalid_request_error", "mcp_servers"),
+    (
+        {
+            "system": "Be brief.",
+            "messages": [
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "z"}, TEXT]},
+                {"role": "assistant", "content": [TEXT, CALLED]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]},
+            ],
+        },
+        400,
+        "invalid_request_error",
+        "messages[1].content[1].input: must be a JSON object",
+    ),
+    (
+        {"output_format": FORMAT, "output_config": {"format": FORMAT}},
+        400,
+        "invalid_request_error",
+        "output_format: conflicts",
+    ),
     (
         {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
         400,

@@ -186,6 +186,8 @@ async def test_a_stored_response_can_be_fetched(renderer: Renderer, stream: bool
         missing = await client.get("/v1/responses/resp_nothing")
         kept = await client.post("/v1/responses", json={"model": "tiny", "input": "hi", "store": False})
         assert (await client.get(f"/v1/responses/{kept.json()['id']}")).status_code == 404
+        again = await client.get(f"/v1/responses/{body['id']}?stream=true")
+    assert (again.status_code, again.json()["error"]["param"]) == (400, "stream")
     assert missing.status_code == 404
     assert missing.json()["error"]["code"] == "response_not_found"
 

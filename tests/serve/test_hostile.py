@@ -73,9 +73,23 @@ BAD: list[tuple[Any, str | None, str]] = [
                 {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "add", "arguments": "{"}}]}
             ],
         },
-        "messages[0]",
+        "messages[0].tool_calls[0].function.arguments",
         "invalid_value",
     ),
+    ({**GOOD, "messages": [{"role": "user", "content": None}]}, "messages[0].content", "invalid_value"),
+    ({**GOOD, "messages": [{"role": "tool", "tool_call_id": "a"}]}, "messages[0].content", "invalid_value"),
+    ({**GOOD, "stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+    (
+        {**GOOD, "response_format": {"type": "json_object", "schema": {"type": "object"}}},
+        "response_format.schema",
+        "invalid_value",
+    ),
+    (
+        {**GOOD, "response_format": {"type": "json_object", "json_schema": {"schema": {"type": "object"}}}},
+        "response_format.json_schema",
+        "invalid_value",
+    ),
+    ({**GOOD, "input": "hi"}, "input", "unsupported_parameter"),
 ]
 
 
@@ -90,6 +104,7 @@ async def test_every_mistake_is_a_400_that_names_its_parameter(renderer: Rendere
         assert (await post(served, GOOD)).status_code == 200
 
 
+CALLED = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
 BAD_RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user", "content": "a"}, {"type": "function_call", "call_id": "c"}]}, "input[1].name"),
     ({"input": [{"type": "function_call", "call_id": "c", "name": ""}]}, "input[0].name"),
@@ -97,6 +112,12 @@ BAD_RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"input": "a", "metadata": {"n": "x" * 513}}, "metadata.n"),
     ({"input": "a", "metadata": {"N" * 65: "x"}}, "metadata"),
     ({"input": "a", "metadata": {str(n): "x" for n in range(17)}}, "metadata"),
+    ({"input": [{"role": "user"}]}, "input[0].content"),
+    ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
+    ({"input": "a", "text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema"),
+    ({"input": "a", "stream_options": {"include_obfuscation": False}}, "stream_options"),
+    ({"input": [CALLED, CALLED, {"role": "user"}]}, "input[2].content"),
+    ({"input": [CALLED, {**CALLED, "arguments": "{"}], "instructions": "Be brief."}, "input[1].arguments"),
 ]
 
 
@@ -236,7 +257,7 @@ async def test_who_is_being_answered_when_the_server_ends_is_told_so(
     renderer: Renderer, path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(listen, "SHUTDOWN_S", 0.1)
-    body = {**GOOD, "input": "What is 2 plus 3?"}
+    body = GOOD if path == "/chat/completions" else {"model": "tiny", "input": "What is 2 plus 3?"}
     async with httpx.AsyncClient() as client:
         async with serving(Unhurried(renderer, []), renderer) as served:
             begun = asyncio.Event()

@@ -10,7 +10,9 @@ from tokenizers.decoders import ByteFallback, Fuse
 from tokenizers.decoders import Sequence as Decoders
 
 from agentrl.chat.template import Renderer
-from agentrl.serve.reader import ContentDelta, Detokenizer, TextReader
+from agentrl.serve.reader import ContentDelta, Detokenizer, MessageReader, TextReader
+from agentrl.serve.turns import Incoming
+from tests.serve.serve_kit import TOOLS
 
 PIECES = st.one_of(st.text(max_size=3).map(str.encode), st.binary(max_size=5))
 BYTES = st.lists(PIECES, max_size=40).map(b"".join)
@@ -75,3 +77,31 @@ def test_what_makes_no_character_is_given_out_and_not_decoded_for_ever(renderer:
     assert len(text) == 497, "three may be a character yet"
     assert detokenizer.close() == "\ufffd" * 3
     assert max(lengths) < 100
+
+
+WRITTEN = 'Let me see.<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+@settings(deadline=None)
+@given(cut=st.integers(1, len(WRITTEN) - 1), size=st.integers(1, 20), tools=st.booleans(), one_call=st.booleans())
+@example(cut=WRITTEN.index("add"), size=3, tools=False, one_call=False)
+@example(cut=WRITTEN.index("name"), size=4, tools=True, one_call=True)
+def test_a_stop_text_ends_an_answer_as_if_nothing_came_after_it(
+    renderer: Renderer, cut: int, size: int, tools: bool, one_call: bool
+):
+    def read(text: str, *stops: str) -> Incoming:
+        reader = MessageReader(
+            renderer,
+            tools=TOOLS if tools else (),
+            stops=stops,
+            read_calls=tools,
+            one_call=one_call and tools,
+            call_id=lambda index: f"call_{index}",
+        )
+        for id in renderer.vocabulary.encode_raw(text):
+            reader.feed(id)
+        reader.close()
+        return reader.sent()
+
+    stop = WRITTEN[cut : cut + size]
+    assert read(WRITTEN, stop) == read(WRITTEN[: WRITTEN.index(stop)])

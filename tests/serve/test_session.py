@@ -134,10 +134,10 @@ def test_old_turns_are_forgotten_and_their_conversations_told(renderer: Renderer
 def test_arguments_that_are_no_object_are_refused_only_where_they_must_be_rendered(renderer: Renderer):
     session = Conversations(renderer)
     request, _ = echo(session)
-    broken = replace(request[2], raw_arguments=("{",), problem="arguments are no JSON object")
+    broken = replace(request[2], raw_arguments=("{",), problem="arguments are no JSON object", place="messages[2]")
     with pytest.raises(UnrenderableError) as caught:
         session.prompt([*request[:2], broken, request[3]], TOOLS)
-    assert caught.value.message == 2
+    assert caught.value.place == "messages[2]"
 
 
 def test_what_only_the_template_leaves_out_is_recognised_by_its_tokens(renderer: Renderer):

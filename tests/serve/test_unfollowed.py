@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -80,3 +81,34 @@ async def test_a_request_may_be_counted_as_it_is_going_to_be_sent(renderer: Rend
         edited = await client.post("/messages/count_tokens", json={**asked, "context_management": 5})
     assert counted.status_code == 200
     assert edited.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "sent", "named"),
+    [
+        ("/chat/completions", {"functions": [{"name": "add"}]}, "tools"),
+        ("/chat/completions", {"input": "hi"}, "messages"),
+        ("/completions", {"max_completion_tokens": 5}, "max_tokens"),
+        ("/responses", {"max_tokens": 5}, "max_output_tokens"),
+        ("/responses", {"messages": HI}, "input"),
+        ("/messages", {"stop": ["x"]}, "stop_sequences"),
+    ],
+)
+async def test_a_parameter_of_another_dialect_is_told_its_name_in_this_one(
+    renderer: Renderer, path: str, sent: dict[str, Any], named: str
+):
+    body = {"model": "tiny", **DIALECTS[path][1], **sent}
+    async with serving(Fixed(renderer), renderer) as served, httpx.AsyncClient(base_url=served.base_url) as http:
+        answer = await http.post(path, json=body)
+    assert answer.status_code == 400
+    assert f"send `{named}`" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "body"), [(path, body) for path, (_, body) in list(DIALECTS.items())[:2]])
+async def test_only_the_last_chunk_of_a_stream_has_its_usage(renderer: Renderer, path: str, body: dict[str, Any]):
+    asked = {"model": "tiny", **body, "stream": True, "stream_options": {"include_usage": True}}
+    async with serving(Fixed(renderer), renderer) as served, httpx.AsyncClient(base_url=served.base_url) as http:
+        answer = await http.post(path, json=asked)
+    chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert (chunks[-1]["choices"], chunks[-1]["usage"]["total_tokens"] > 0) == ([], True)

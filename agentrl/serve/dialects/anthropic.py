@@ -29,7 +29,7 @@ from agentrl.serve.dialects.wire_anthropic import (
     MessagesRequest,
     TextBlock,
 )
-from agentrl.serve.dialects.wire_messages import incoming_of, tools_of
+from agentrl.serve.dialects.wire_messages import one_incoming, tools_of
 from agentrl.serve.grammar import AnswerFormat
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta
 from agentrl.serve.service import Choice, GenerationRequest, Job, fresh_id
@@ -73,14 +73,11 @@ def counted_of(request: CountRequest) -> GenerationRequest:
         where = f"messages[{len(request.messages) - 1}]"
         raise unsupported(where, "the last message must be the user's: a started answer is not continued here")
     system = request.system if isinstance(request.system, str | None) else _system(request.system)
-    messages = incoming_of([WireMessage(role="system", content=system)]) if system else []
+    messages = [one_incoming(WireMessage(role="system", content=system), "system")] if system else []
     for number, message in enumerate(request.messages):
-        try:
-            messages += incoming_of(list(_messages(message, f"messages[{number}]")), "")
-        except ApiError as e:
-            if e.param is None or e.param.startswith("messages"):
-                raise
-            raise invalid(f"messages[{number}]", e.message) from None
+        where, blocks = f"messages[{number}]", message.content if isinstance(message.content, list) else ()
+        inputs = [f"{where}.content[{n}].input" for n, block in enumerate(blocks) if block.type == "tool_use"]
+        messages += [one_incoming(one, where, inputs) for one in _messages(message, where)]
     return GenerationRequest(
         messages=messages, tools=_tools(request.tools or ()), options=request.chat_template_kwargs or {}
     )
@@ -166,7 +163,7 @@ def _result(block: Block, where: str) -> WireMessage:
     if isinstance(content, list):
         parts = [_text(part, f"{where}.content[{number}]") for number, part in enumerate(content)]
         return WireMessage(role="tool", content=parts, tool_call_id=block.tool_use_id)
-    return WireMessage(role="tool", content=content, tool_call_id=block.tool_use_id)
+    return WireMessage(role="tool", content=content or "", tool_call_id=block.tool_use_id)
 
 
 def _text(block: Block, where: str) -> Part:

@@ -163,19 +163,14 @@ class ChatWriter:
     def closing(self, spoken: Sequence[Choice]) -> list[Json]:
         """Return the chunks with each choice's finish reason, and the usage if requested."""
         chunks = [self._chunk(index, {}, one.finish) for index, one in enumerate(spoken)]
-        if self._wants_usage:
+        if self._request.wants_usage:
             chunks.append({**self._chunk(0, {}), "choices": [], "usage": usage_of(self._job)})
         return chunks
-
-    @property
-    def _wants_usage(self) -> bool:
-        options = self._request.stream_options
-        return options is not None and bool(options.include_usage)
 
     def _chunk(self, index: int, delta: Json, finish: str | None = None) -> Json:
         choice: Json = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
         chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
-        return {**chunk, "usage": None} if self._wants_usage else chunk
+        return {**chunk, "usage": None} if self._request.wants_usage else chunk
 
     @staticmethod
     def _delta(delta: Delta) -> Json:

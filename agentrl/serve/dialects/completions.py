@@ -63,8 +63,9 @@ class TextJob:
             raise invalid("prompt", "is an empty list")
         if isinstance(prompt[0], int):
             return [prompt]
-        if len(prompt) * (self.request.n or 1) > MAX_CHOICES:
-            raise invalid("prompt", f"{len(prompt)} prompts; at most {MAX_CHOICES} completions in one request")
+        if (count := len(prompt) * (self.request.n or 1)) > MAX_CHOICES:
+            asked = f"{len(prompt)} prompts ask for {count} completions"
+            raise invalid("prompt", f"{asked}; at most {MAX_CHOICES} are possible in one request")
         return list(prompt)
 
     def _ids(self, prompt: str | list[int]) -> tuple[int, ...]:
@@ -191,16 +192,13 @@ class TextWriter:
     def closing(self, done: Sequence[Continued]) -> list[Json]:
         """Return each choice's finish reason, and the usage if requested."""
         chunks = [self._chunk(index, "", _finish(one)) for index, one in enumerate(done)]
-        options = self._request.stream_options
-        if options is not None and options.include_usage:
+        if self._request.wants_usage:
             chunks.append({**self._head, "choices": [], "usage": self._usage()})
         return chunks
 
     def _chunk(self, index: int, text: str, finish: str | None = None) -> Json:
-        return {
-            **self._head,
-            "choices": [{"index": index, "text": text, "logprobs": None, "finish_reason": finish}],
-        }
+        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+        return {**self._head, "choices": [choice], **({"usage": None} if self._request.wants_usage else {})}
 
     def _usage(self) -> Json:
         prompt = sum(len(ids) for ids in self._job.prompts)

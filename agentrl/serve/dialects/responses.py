@@ -5,7 +5,7 @@ Source: the OpenAI API reference.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from agentrl.serve.dialects.wire import (
     WireTool,
     nucleus,
 )
-from agentrl.serve.dialects.wire_messages import allowed_tools, incoming_of, tools_of
+from agentrl.serve.dialects.wire_messages import allowed_tools, one_incoming, tools_of
 from agentrl.serve.dialects.wire_responses import Item, ResponsesRequest, TextOptions
 from agentrl.serve.grammar import AnswerFormat
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
@@ -147,8 +147,9 @@ def _items(request: ResponsesRequest, session: Conversations) -> list[Item]:
 
 
 def _conversation(request: ResponsesRequest, earlier: Sequence[Incoming], items: Sequence[Item]) -> list[Incoming]:
-    first = [WireMessage(role="system", content=request.instructions)] if request.instructions else []
-    return [*incoming_of(first), *earlier, *_new(items)]
+    text = request.instructions
+    first = [one_incoming(WireMessage(role="system", content=text), "instructions")] if text else []
+    return [*first, *earlier, *_new(items)]
 
 
 SAID = frozenset({"output_text", "input_text", "text", "refusal", "reasoning_text", "summary_text"})
@@ -156,10 +157,10 @@ SAID = frozenset({"output_text", "input_text", "text", "refusal", "reasoning_tex
 
 
 def _new(items: Sequence[Item]) -> list[Incoming]:
-    messages: list[WireMessage] = []
     if not items:
         raise invalid("input", "is empty")
-    said: list[Item] = []
+    found: list[Incoming] = []
+    said: dict[str, Item] = {}  # the items of one assistant turn, by their places
     for n, item in enumerate(items):
         spoken = item.role == "assistant" and item.type in (None, "message")
         assistant = spoken or item.type in ("function_call", "reasoning")
@@ -170,12 +171,12 @@ def _new(items: Sequence[Item]) -> list[Incoming]:
                 if part.type not in SAID:
                     where = f"input[{n}].content[{place}].type"
                     raise unsupported(where, f"{part.type!r} is not valid in an assistant message")
-            said.append(item)
+            said[f"input[{n}]"] = item
             continue
-        messages += _turn(said)
-        said = []
-        messages.append(_message(item, f"input[{n}]"))
-    return incoming_of([*messages, *_turn(said)], "input")
+        found += _turn(said)
+        said = {}
+        found.append(one_incoming(_message(item, f"input[{n}]"), f"input[{n}]"))
+    return [*found, *_turn(said)]
 
 
 def _message(item: Item, where: str) -> WireMessage:
@@ -186,18 +187,20 @@ def _message(item: Item, where: str) -> WireMessage:
     if item.type == "function_call_output":
         if item.call_id is None:
             raise invalid(f"{where}.call_id", "is required: it names the call that this is the result of")
+        if item.output is None:
+            raise invalid(f"{where}.output", "is required")
         return WireMessage(role="tool", content=item.output, tool_call_id=item.call_id)
     raise unsupported(f"{where}.type", f"{item.type!r} is not known here")
 
 
-def _turn(said: Sequence[Item]) -> list[WireMessage]:
+def _turn(said: Mapping[str, Item]) -> list[Incoming]:
     """Combine the items of one assistant turn into one message."""
     if not said:
         return []
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[WireCall] = []
-    for item in said:
+    for item in said.values():
         if item.type == "function_call":
             function = CalledFunction(name=item.name or "", arguments=item.arguments or "{}")
             calls.append(WireCall(id=item.call_id or "", function=function))
@@ -207,14 +210,14 @@ def _turn(said: Sequence[Item]) -> list[WireMessage]:
             )
             text = "".join(part.text or part.refusal or "" for part in parts)
             (thoughts if item.type == "reasoning" else texts).append(text)
-    return [
-        WireMessage(
-            role="assistant",
-            content="".join(texts),
-            tool_calls=calls or None,
-            reasoning_content="".join(thoughts) or None,
-        )
-    ]
+    message = WireMessage(
+        role="assistant",
+        content="".join(texts),
+        tool_calls=calls or None,
+        reasoning_content="".join(thoughts) or None,
+    )
+    arguments = [f"{place}.arguments" for place, item in said.items() if item.type == "function_call"]
+    return [one_incoming(message, next(iter(said)), arguments)]
 
 
 @dataclass(slots=True)

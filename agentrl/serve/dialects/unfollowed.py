@@ -5,7 +5,7 @@ Every dialect refuses them by name: those of other servers, and those that only 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from agentrl.serve.api_errors import unsupported
@@ -47,6 +47,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "ignore_eos": (False,),
     "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
+    "input": ("", []),
     "input_ids": (),
     "instructions": ("",),
     "json_schema": (),
@@ -63,6 +64,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "max_tokens": (),
     "max_tool_calls": (),
     "mcp_servers": ([],),
+    "messages": ([],),
     "min_length": (0,),
     "min_p": (0,),
     "min_tokens": (0,),
@@ -127,9 +129,26 @@ INSTEAD = {
     "enable_thinking": 'is a variable of the chat template; send chat_template_kwargs: {"enable_thinking": ...}',
 }
 
+SAME = (
+    ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "num_predict"),
+    ("messages", "input", "prompt"),
+    ("stop", "stop_sequences"),
+    ("tools", "functions"),
+    ("tool_choice", "function_call"),
+    ("response_format", "text", "output_config"),
+)
+"""Parameters with the same purpose in different dialects."""
 
-def check_unknown(given: Mapping[str, Any] | None) -> None:
-    """Raise ApiError for a parameter that the dialect of a request does not follow, unless it has no effect."""
+
+def check_unknown(given: Mapping[str, Any] | None, known: Collection[str]) -> None:
+    """Raise ApiError for a parameter that the dialect of a request does not follow, unless it has no effect.
+
+    Args:
+        given: the parameters that are not among those of the dialect.
+        known: the parameters of the dialect.
+    """
     for name, value in (given or {}).items():
         if name in HARMLESS and value is not None and value not in HARMLESS[name]:
-            raise unsupported(name, INSTEAD.get(name, "is not supported here; leave it out"))
+            same = next((other for names in SAME if name in names for other in names if other in known), None)
+            why = f"is not a parameter here; send `{same}`" if same else "is not supported here; leave it out"
+            raise unsupported(name, INSTEAD.get(name, why))

@@ -60,6 +60,8 @@ class WireMessage(Wire):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
     name: str | None = None
+    refusal: str | None = None
+    """What an assistant turn says instead of `content`."""
     tool_calls: list[WireCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
@@ -99,12 +101,30 @@ class ResponseFormat(Wire):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Json | None = Field(default=None, alias="schema")
+    """Refused: where other servers have the schema."""
+
+    @model_validator(mode="after")
+    def _schema_in_its_place(self) -> Self:
+        if self.schema_ is not None:
+            raise invalid(
+                "response_format.schema", 'belongs in "json_schema": {"schema": ...} of type json_schema'
+            )
+        if self.json_schema is not None and self.type != "json_schema":
+            raise invalid("response_format.json_schema", f"has no effect with type {self.type}")
+        return self
 
 
 class StreamOptions(Wire):
     """Streaming options."""
 
     include_usage: bool | None = None
+
+
+def check_stream_options(options: StreamOptions | None, stream: bool | None) -> None:
+    """Raise ApiError for options of a stream in a request for a whole answer."""
+    if options is not None and not stream:
+        raise invalid("stream_options", "has no effect without stream: true")
 
 
 class WireRequest(Wire):
@@ -131,6 +151,7 @@ class WireRequest(Wire):
     def _stop_texts(self) -> Self:
         if len(self.stops) > 16 or not all(self.stops):
             raise invalid("stop", "must be a text or up to 16 texts, none of them empty")
+        check_stream_options(self.stream_options, self.stream)
         return self
 
     @property
@@ -138,9 +159,14 @@ class WireRequest(Wire):
         """Return the stop texts."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream reports its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
     def refuse_unsupported(self) -> None:
         """Raise for unsupported parameters that would change the answer."""
-        check_unknown(self.model_extra)
+        check_unknown(self.model_extra, type(self).model_fields)
 
 
 class ChatRequest(WireRequest):

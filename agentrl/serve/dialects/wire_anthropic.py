@@ -94,7 +94,7 @@ class CountRequest(Wire):
         unknown = dict(self.model_extra or {})
         _refuse_edits(unknown.pop("context_management", None))
         known = MessagesRequest.model_fields  # a client may count the very request that it is going to send
-        check_unknown({name: value for name, value in unknown.items() if name not in known})
+        check_unknown({name: value for name, value in unknown.items() if name not in known}, known)
 
 
 class MessagesRequest(CountRequest):
@@ -117,6 +117,8 @@ class MessagesRequest(CountRequest):
         stops = self.stop_sequences or []
         if len(stops) > 16 or not all(stops):
             raise invalid("stop_sequences", "must be up to 16 texts, none of them empty")
+        if self.output_format is not None and self.output_config is not None and self.output_config.format:
+            raise invalid("output_format", "conflicts with output_config.format: give only one of them")
         return self
 
 

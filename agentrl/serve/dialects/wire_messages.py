@@ -32,16 +32,27 @@ def allowed_tools(tools: tuple[Json, ...], listed: object, mode: object) -> tupl
     return tuple(tool for tool in tools if tool["function"]["name"] in names), str(mode)
 
 
-def incoming_of(messages: Sequence[WireMessage], param: str = "messages") -> list[Incoming]:
+def incoming_of(messages: Sequence[WireMessage]) -> list[Incoming]:
     """Convert the messages of a request.
 
     Raises:
-        ApiError: content is not text, or a tool result lacks the id of its call.
+        ApiError: a message has no content, other content than text, or lacks the id of the call that it answers.
     """
-    return [_incoming(message, f"{param}[{n}]") for n, message in enumerate(messages)]
+    return [one_incoming(message, f"messages[{n}]") for n, message in enumerate(messages)]
 
 
-def _incoming(message: WireMessage, where: str) -> Incoming:
+def one_incoming(message: WireMessage, where: str, arguments: Sequence[str] = ()) -> Incoming:
+    """Convert one message.
+
+    Args:
+        where: its place in the request.
+        arguments: the places of its calls' arguments, if the dialect has them elsewhere.
+
+    Raises:
+        ApiError: same as `incoming_of`.
+    """
+    if message.content is None and message.role != "assistant":
+        raise invalid(f"{where}.content", "is required")
     try:
         read = read_message(message.model_dump(exclude_none=True))
     except MessageFormatError as e:
@@ -50,8 +61,10 @@ def _incoming(message: WireMessage, where: str) -> Incoming:
         raise unsupported(f"{where}.function_call", "was replaced by tool_calls")
     if message.role == "tool" and message.tool_call_id is None:
         raise invalid(f"{where}.tool_call_id", "is required: it names the call that this is the result of")
-    problems = [f"tool_calls[{n}].function.arguments must be a JSON object" for n in read.malformed]
-    return Incoming(read.message, read.raw_arguments, problems[-1] if problems else "")
+    for n in read.malformed:
+        place = arguments[n] if arguments else f"{where}.tool_calls[{n}].function.arguments"
+        return Incoming(read.message, read.raw_arguments, "must be a JSON object", place)
+    return Incoming(read.message, read.raw_arguments)
 
 
 def tools_of(tools: Sequence[WireTool] | None) -> tuple[Json, ...]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field, JsonValue
+from pydantic import ConfigDict, Field, JsonValue, model_validator
 
-from agentrl.serve.api_errors import unsupported
+from agentrl.serve.api_errors import invalid, unsupported
 from agentrl.serve.dialects.unfollowed import check_unknown
-from agentrl.serve.dialects.wire import Json, Part, Tokens, Wire
+from agentrl.serve.dialects.wire import Json, Part, StreamOptions, Tokens, Wire, check_stream_options
 
 KINDS: list[JsonValue] = ["message", "function_call", "function_call_output", "reasoning", "item_reference"]
 
@@ -51,6 +51,12 @@ class TextFormat(Wire):
     schema_: Json | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
+    @model_validator(mode="after")
+    def _schema_in_its_place(self) -> Self:
+        if self.schema_ is not None and self.type != "json_schema":
+            raise invalid("text.format.schema", f"has no effect with type {self.type}")
+        return self
+
 
 class TextOptions(Wire):
     """Options for the answer's text."""
@@ -76,6 +82,7 @@ class ResponsesRequest(Wire):
     """`none`, `auto`, `required`, or {"type": "function", "name": ...}."""
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     max_output_tokens: Tokens | None = None
@@ -93,4 +100,5 @@ class ResponsesRequest(Wire):
         """Raise for unsupported parameters that would change the answer."""
         if "message.output_text.logprobs" in (self.include or ()):
             raise unsupported("include", "'message.output_text.logprobs' is not supported here; leave it out")
-        check_unknown(self.model_extra)
+        check_stream_options(self.stream_options, self.stream)
+        check_unknown(self.model_extra, type(self).model_fields)
