@@ -255,6 +255,8 @@ class Episode:
     """When it began, in seconds since 1970."""
     hint: str | None = None
     """What the env's `teacher_hint` returned."""
+    crash: str = ""
+    """How the agent program failed (`agent.crash: score`); it is scored as it stands."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,8 @@ class AgentPlayer:
             episode.tools = recording.tools
             episode.count(recording.metrics())
         _check_policy(recording)
-        if crashed and recording.stop is None and (self.crash == "infra" or not episode.turns):
+        episode.crash = crashed if recording.stop is None else ""  # at a limit, that is the reason
+        if episode.crash and (self.crash == "infra" or not episode.turns):
             raise InfraError(f"the agent crashed after {recording.num_turns} turns: {crashed}")
         if not episode.turns:
             raise _without_completion(recording)

@@ -188,6 +188,25 @@ def faults(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
+def agent_crashes(evidence: Evidence) -> Iterator[Finding]:
+    """An agent program that fails in many episodes."""
+    crashed = [played for played in evidence.scored if played.raw.get("crash")]
+    if len(crashed) < max(3.0, 0.1 * len(evidence.scored)):
+        return
+    (worst, _), *_ = Counter(str(played.raw["crash"]).partition("\n")[0] for played in crashed).most_common(1)
+    share = len(crashed) / len(evidence.scored)
+    yield Finding(
+        "agent-crashes",
+        "error" if share > 0.5 else "warning",
+        f"the agent crashed in {len(crashed)} of {len(evidence.scored)} episodes, most often with: {worst[:160]}",
+        "the program or function of `agent`; `agent.crash` decides whether such episodes are scored or replayed",
+        step=crashed[-1].step,
+        episode=crashed[-1].id,
+        series=("env/agent/crashed",),
+        why="an episode that ends in a crash is scored as it stands",
+    )
+
+
 def lost_episodes(evidence: Evidence) -> Iterator[Finding]:
     """Failures that are drawn again and depend on what the policy does."""
     for kind, text in evidence.redraws.findings().items():
@@ -276,4 +295,4 @@ def _hacked(evidence: Evidence, name: str, held_name: str) -> Finding | None:
 
 
 CHECKS = (lost_episodes, hacked)
-ENV_CHECKS = (follows_length, ignores_tools, constant_parts, faults)
+ENV_CHECKS = (follows_length, ignores_tools, constant_parts, faults, agent_crashes)

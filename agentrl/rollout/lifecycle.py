@@ -91,6 +91,7 @@ class OpenEpisode:
             limit.
         clock: limits the turns; None before they begin.
         faults: errors the policy may have caused, by name; see `Episode`.
+        crash: how the agent program failed; see `Episode`.
         error: the infrastructure failure that ended it.
     """
 
@@ -109,6 +110,7 @@ class OpenEpisode:
     outside: str = ""
     clock: asyncio.Timeout | None = None
     faults: dict[str, str] = field(default_factory=dict)
+    crash: str = ""
     error: str | None = None
 
     @property
@@ -165,6 +167,7 @@ class OpenEpisode:
             start_s=time.time() - seconds,
             tools=tuple(tools) if self.began else (),
             faults={clean_text(name)[:_NAME]: clean_text(text) for name, text in self.faults.items()},
+            crash=clean_text(self.crash),
         )
 
     def result(self) -> Episode:

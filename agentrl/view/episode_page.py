@@ -49,6 +49,7 @@ def episode(record: Json, run: str, siblings: Sequence[str], renderer: str | Non
         "seconds": said.get("seconds"),
         "tools": said.get("tools", []),
         "faults": said.get("faults", {}),
+        "crash": said.get("crash", ""),
         "hint": record.get("hint"),
         "error": said.get("error"),
         "set_aside": bool(record.get("set_aside")),

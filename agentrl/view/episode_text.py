@@ -136,6 +136,8 @@ def _foot(record: EpisodeRecord) -> Text:
         foot.append("  mistakes: ").append(found, style="yellow")
     if episode.error:
         foot.append(f"\nfailed: {visible(episode.error)}", style="bold red")
+    if episode.crash:
+        foot.append(f"\nthe agent crashed: {visible(episode.crash)}", style="yellow")
     if record.hint is not None:
         foot.append("\nthe teacher also read: ", style="magenta").append(visible(record.hint))
     for name, text in episode.faults.items():

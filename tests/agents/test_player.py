@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import io
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from rich.console import Console
 
 from agentrl.agents.player import AgentPlayer
 from agentrl.agents.players import make_agent, players
@@ -34,10 +36,12 @@ from agentrl.preflight.dry_run import rehearse
 from agentrl.rollout.collect import collect
 from agentrl.rollout.episode import Player, TokenCheck, run_episode
 from agentrl.rollout.limits import EpisodeLimits
+from agentrl.run_folder.records import EpisodeRecord, decode, encode
 from agentrl.serve.listen import running
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
 from agentrl.types import Episode, Message, Sampling, StopReason, Task
+from agentrl.view.episode_text import episode_text
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent"
 TASK = Task("t", {"start": 4, "operations": [["+", 7]]})
@@ -329,7 +333,10 @@ class TestTrouble:
             scored = await replace(player, crash="score").play(TASK, episode_id="f", seed=1)
             assert AgentConfig(use="a:b").crash == "score", "the policy may have crashed it"
         assert (scored.error, scored.reward) == (None, 0.0)
-        assert scored.metrics["agent/crashed"] == 1.0
+        assert (scored.metrics["agent/crashed"], scored.crash) == (1.0, "KeyError: 'oops'")
+        shown = Console(file=io.StringIO(), width=200)
+        shown.print(episode_text(decode(encode(EpisodeRecord.of(1, 0, scored, None)))))
+        assert "the agent crashed: KeyError: 'oops'" in shown.file.getvalue()
 
     async def test_a_limit_that_the_agent_does_not_catch_is_a_limit(self, renderer: Renderer):
         async def agent(task: Any, access: Any) -> None:
@@ -340,7 +347,7 @@ class TestTrouble:
         async with playing(engine_of(renderer, script), renderer, agent, max_turns=2) as player:
             found = await player.play(TASK, episode_id="e", seed=1)
         assert (found.error, found.stop_reason, found.reward) == (None, StopReason.MAX_TURNS, 1.0)
-        assert len(found.turns) == 2
+        assert (len(found.turns), found.crash) == (2, "")
 
     async def test_an_agent_that_runs_out_of_time_is_scored_as_it_stands(self, renderer: Renderer):
         async def agent(task: Any, access: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.doctor.evidence import Evidence, Played
-from agentrl.doctor.reward_checks import constant_parts, faults, ignores_tools
+from agentrl.doctor.reward_checks import agent_crashes, constant_parts, faults, ignores_tools
 
 
 def episode(number: int, *, calls: bool, answer: str, reward: float, **parts: float) -> Played:
@@ -74,6 +74,19 @@ def test_a_judge_that_nearly_always_says_the_same(
         for n in range(200)
     ]
     assert [finding.severity for finding in constant_parts(of(tmp_path, episodes))] == found
+
+
+@pytest.mark.parametrize(("crashed", "found"), [(0, []), (1, []), (4, ["warning"]), (20, ["error"])])
+def test_an_agent_that_crashes_is_told_with_its_error(tmp_path: Path, crashed: int, found: list[str]):
+    episodes = [episode(n, calls=False, answer="x", reward=0.0) for n in range(20)]
+    for played in episodes[:crashed]:
+        played.raw["crash"] = "KeyError: 'tenant'\nTraceback: ..."
+    findings = list(agent_crashes(of(tmp_path, episodes)))
+    assert [finding.severity for finding in findings] == found
+    for finding in findings:
+        assert (
+            finding.text == f"the agent crashed in {crashed} of 20 episodes, most often with: KeyError: 'tenant'"
+        )
 
 
 @pytest.mark.parametrize(

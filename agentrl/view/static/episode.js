@@ -157,6 +157,7 @@ function Facts({ episode }) {
 		${row.length > 0 && html`<details class="panel"><summary>Task row</summary><dl class="config">${row.map(([k, v]) => html`<dt>${visible(k)}</dt><dd>${visible(typeof v === "string" ? v : JSON.stringify(v)).slice(0, 20000)}</dd>`)}</dl></details>`}
 		${episode.hint && html`<details class="panel"><summary>Hint, which only the teacher read</summary><dl class="fold"><dd><${Long} text=${episode.hint} /></dd></dl></details>`}
 		${episode.error && html`<div class="error"><b>Failed:</b> ${visible(episode.error)}</div>`}
+		${episode.crash && html`<div class="error"><b>The agent crashed:</b> ${visible(episode.crash)}</div>`}
 		${Object.entries(episode.faults ?? {}).map(([name, text]) => html`<div class="error"><b>Fault in ${visible(name)}:</b> ${visible(text)}</div>`)}`;
 }
 
