@@ -94,7 +94,7 @@ def _seal(folder: Path, step: int) -> None:
     """Sync every file and write the manifest over them."""
     files = {}
     for path in sorted(folder.rglob("*")):
-        if path.is_dir():
+        if path.is_dir() or path == folder / MANIFEST:
             continue
         with path.open("rb") as file:
             os.fsync(file.fileno())

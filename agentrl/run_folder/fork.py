@@ -24,7 +24,9 @@ from agentrl.run_folder.store import CODE_FILE, LOCK
 from agentrl.run_folder.task_digests import TASKS_FILE
 from agentrl.run_folder.token_records import tokens_file
 
-OF_THE_RUN = ("config.yaml", CODE_FILE, TASKS_FILE, "renderer.json")
+OF_THE_RUN = frozenset(
+    ("config.yaml", CODE_FILE, TASKS_FILE, "renderer.json", "learner.json", "sampler.json", checkpoints.MANIFEST)
+)
 """Files of a checkpoint that belong to the run, not to its model."""
 MAX_LINE = 4 << 20
 TRIES = 3
@@ -184,8 +186,7 @@ def _copy_weights(checkpoint: Path, making: Path) -> None:
     """Copy the model of a checkpoint."""
     (making / WEIGHTS).mkdir()
     for file in checkpoint.iterdir():
-        training = file.name.startswith(("optimizer", "learner.json", checkpoints.MANIFEST, "sampler.json"))
-        if file.is_file() and not training and file.name not in OF_THE_RUN:
+        if file.is_file() and not file.name.startswith("optimizer") and file.name not in OF_THE_RUN:
             _link(file, making / WEIGHTS / file.name)
         elif file.is_dir() and file.name == "additional_chat_templates":
             _link_tree(file, making / WEIGHTS / file.name)

@@ -31,6 +31,7 @@ from agentrl.rollout.prompts import fitting
 from agentrl.rollout.renderer import load_renderer, require_template
 from agentrl.rollout.task_tools import task_tools
 from agentrl.run_folder.files import file_error
+from agentrl.run_folder.fork import OF_THE_RUN
 from agentrl.trainer.in_step import counting, starting_engine
 from agentrl.trainer.signals import StoppedEarly, unless_stopped
 from agentrl.trainer.warmup import cold_start, demonstration_samples, too_long_to_sample
@@ -208,11 +209,14 @@ async def make_room(config: RunConfig, learner: Learner) -> None:
         await learner.release()
 
 
+_WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".h5", ".msgpack", ".ot", ".gguf", ".onnx")
+
+
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy missing files other than weights (tokenizer, template, generation config)."""
+    """Copy missing files other than weights (tokenizer, template, generation config), without those of a run."""
     for file in source.iterdir():
-        weights = file.name.endswith((".safetensors", ".bin", ".index.json"))
-        if file.is_file() and not weights and not (target / file.name).exists():
+        left_out = file.name.endswith(_WEIGHTS) or file.name in OF_THE_RUN
+        if file.is_file() and not left_out and not (target / file.name).exists():
             shutil.copyfile(file, target / file.name)
     templates = source / "additional_chat_templates"
     if templates.is_dir():

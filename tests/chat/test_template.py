@@ -186,6 +186,17 @@ def test_named_templates_go_with_the_tokenizer(tmp_path: Path):
     assert Renderer.from_directory(tmp_path / "b").hash == Renderer.from_directory(folder).hash
 
 
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "config.yaml", "learner.json", "model.gguf", "model.safetensors"]
+)
+def test_weights_and_the_files_of_a_run_do_not_go_with_the_tokenizer(tmp_path: Path, name: str):
+    folder = named(tmp_path / "a", "files", PLAIN_TEMPLATE, CHATML_TEMPLATE)
+    (folder / name).write_text("{}")
+    (tmp_path / "b").mkdir()
+    copy_tokenizer(folder, tmp_path / "b")
+    assert not (tmp_path / "b" / name).exists()
+
+
 def test_a_transcript_with_tools_is_written_by_the_template_for_tools(tmp_path: Path):
     renderer = Renderer.from_directory(named(tmp_path, "list", PLAIN_TEMPLATE.rstrip(), CHATML_TEMPLATE))
     texts = []

@@ -391,6 +391,22 @@ def test_a_run_of_foreign_weights_can_be_moved_and_forked():
     assert replay(again, 3).equal
 
 
+@pytest.mark.timeout(120)
+def test_a_run_that_starts_at_a_checkpoint_saves_and_resumes_its_own():
+    run(settings(), "first")
+    source = Path("first/checkpoints/step-2")
+    model = {"path": str(source.absolute())}
+    assert run(settings(model=model, checkpoint={"every": 1, "keep": 10}), "second").finished
+    saved = Path("second/checkpoints/step-2")
+    assert checkpoints.verify(saved) == 2
+    assert "manifest.json" not in json.loads((saved / "manifest.json").read_bytes())["files"]
+    told = Told()
+    assert run(settings(model=model, steps=3), "second", told).finished
+    assert not any("damaged" in note for note in told.notes)
+    assert [line["step"] for line in read_metrics(Path("second"))] == [0, 1, 2, 3]
+    assert not Path("second/checkpoints/step-2.damaged").exists()
+
+
 @pytest.mark.timeout(60)
 def test_the_same_command_finds_a_fork_of_a_run_that_went_on():
     run(settings(), "runs/letters")
