@@ -72,7 +72,7 @@ def check_code(config: RunConfig, content: Content, store: RunStore, *, accept: 
     splits = ("train",) if other_eval and not expected else ("train", "held_out")
     code = _code_changes(store.path, step, new) if step else []
     try:
-        rows = row_changes(_read_digests(store.path / TASKS_FILE), json.loads(tasks), splits) if step else []
+        rows = _row_changes(store.path, step, json.loads(tasks), splits) if step else []
     except CheckpointError as e:
         if not (accept or expected):
             copy = store.path / "checkpoints" / f"step-{step}" / TASKS_FILE
@@ -99,6 +99,19 @@ def _code_changes(run: Path, step: int, new: CodeRecord) -> list[str]:
     old = CodeRecord.read(run / "checkpoints" / f"step-{step}" / CODE_FILE)
     accepted = CodeRecord.read(run / CODE_FILE)
     return [] if old is None or accepted == CodeRecord(new.files) else code_changes(old, new)
+
+
+def _row_changes(run: Path, step: int, new: Mapping[str, Sequence[str]], splits: Sequence[str]) -> Sequence[str]:
+    """The tasks that differ from those accepted last; none if they are those of the newest checkpoint.
+
+    Raises:
+        CheckpointError: the digests of the run are missing or damaged.
+    """
+    changes = row_changes(_read_digests(run / TASKS_FILE), new, splits)
+    saved = run / "checkpoints" / f"step-{step}" / TASKS_FILE
+    if changes and saved.is_file() and not row_changes(_read_digests(saved), new, splits):
+        return []
+    return changes
 
 
 def _changed_settings(run: Path, step: int, config: RunConfig) -> Sequence[Change]:

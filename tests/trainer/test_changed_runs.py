@@ -296,6 +296,13 @@ def test_tasks_that_changed_with_their_settings_need_no_confirmation():
 
 
 @pytest.mark.timeout(60)
+def test_tasks_that_are_again_those_of_the_checkpoint_need_no_confirmation():
+    run(settings(), "r")
+    assert run(settings(data={"options": {"size": 15}}), "r").finished, "nothing is left to train"
+    assert run(settings(steps=3), "r").finished
+
+
+@pytest.mark.timeout(60)
 def test_another_evaluation_set_leaves_no_trace():
     run(settings(steps=1), "r")
     Path("rows.jsonl").write_text('{"number": 77}\n')
