@@ -128,6 +128,7 @@ class RecordFolder:
             Route("/health", self._health, methods=["GET"]),
             Route("/metrics", self.recorder.metrics, methods=["GET"]),
             Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/{path:path}", self._answering(self._without_episode), methods=["GET", "POST"]),
             Route("/episodes", self._answering(self._begin), methods=["POST"]),
             Route("/episodes/{episode}", self._answering(self._show), methods=["GET"]),
             Route("/episodes/{episode}/end", self._answering(self._end), methods=["POST"]),
@@ -147,9 +148,9 @@ class RecordFolder:
             try:
                 found: Response = await handle(request)
             except ApiError as e:
-                return error_response(e)
+                return error_response(e, request.url.path)
             except ValidationError as e:
-                return error_response(from_validation(e))
+                return error_response(from_validation(e), request.url.path)
             return found
 
         return answer
@@ -162,6 +163,10 @@ class RecordFolder:
         return JSONResponse(
             {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "agentrl"}]}
         )
+
+    async def _without_episode(self, request: Request) -> Response:
+        text = "This server records: open an episode with POST /episodes, and use the `base_url` in its answer."
+        raise ApiError(404, text, code="not_found")
 
     async def _begin(self, request: Request) -> Response:
         known = self._api_key

@@ -76,11 +76,13 @@ def doctor(
 
 def _run(run: Path, *, strict: bool, as_json: bool) -> None:
     """What is wrong with a run."""
+    from agentrl.cli.options import require_run
     from agentrl.doctor.examine import findings
     from agentrl.errors import ConfigError
 
-    if not (run / "config.yaml").is_file():
+    if not run.exists():
         raise ConfigError(f"doctor {run}: write `all`, `sandbox`, or the path of a run folder")
+    require_run(run)
     if (run / "eval.json").is_file():
         raise ConfigError(
             f"doctor {run}: is the folder of an evaluation, and doctor looks at training runs; see its "

@@ -70,6 +70,20 @@ def policy_folder(target: Path) -> Path:
     return snapshot
 
 
+def require_run(folder: Path) -> None:
+    """Check that this is the folder of a run.
+
+    Raises:
+        CheckpointError: it has no configuration.
+    """
+    from agentrl.errors import CheckpointError
+
+    if not (folder / "config.yaml").is_file():
+        recorded = (folder / "episodes").is_dir()
+        more = "; it holds recorded episodes, which `agentrl show`, `view` and `export` read" if recorded else ""
+        raise CheckpointError(f"{folder}: is not a run folder: it has no config.yaml{more}")
+
+
 def new_file(path: Path, *, overwrite: bool = False) -> Path:
     """Check that a file can be created there.
 

@@ -21,14 +21,13 @@ def replay(
 
     Starts from the newest checkpoint before the step. Exits with 1 if something differs.
     """
-    from agentrl.errors import CheckpointError
+    from agentrl.cli.options import require_run
     from agentrl.extras import require
     from agentrl.reporting.display import quiet_transformers
     from agentrl.run_folder.records import recorded_steps
 
     require("train", "agentrl replay")
-    if not (run / "config.yaml").is_file():
-        raise CheckpointError(f"{run}: is not a run folder")
+    require_run(run)
     quiet_transformers()
     from agentrl.trainer.replay import replay as replayed
 

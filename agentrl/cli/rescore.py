@@ -56,14 +56,13 @@ def rescore(
     Replays the policy's messages on a new env. If the env answers as it did, every reward is computed; otherwise
     those that read only the recorded episode. Changes nothing in the run folder.
     """
-    from agentrl.errors import CheckpointError
+    from agentrl.cli.options import require_run
     from agentrl.eval.rescore import RescoreOptions
     from agentrl.eval.rescore import rescore as rescored
     from agentrl.reporting.display import quiet_transformers
     from agentrl.reporting.safe_console import SafeConsole
 
-    if not (run / "config.yaml").is_file():
-        raise CheckpointError(f"{run}: is not a run folder")
+    require_run(run)
     config = _config(run, env, overrides)
     quiet_transformers()
     # What the env prints does not belong to what --json prints.

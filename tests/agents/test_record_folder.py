@@ -268,3 +268,21 @@ async def test_who_may_open_and_what_is_refused(tmp_path: Path):
         empty = await http.post(f"/episodes/{one['id']}/end", headers=key(one), json={"reward": 1.0})
         assert empty.json()["turns"] == 0
     assert read_episodes(tmp_path / "r", 0)[0].error == "it has no completions", "nothing to train on"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses/r"])
+async def test_who_asks_without_an_episode_is_told_how_to_open_one(tmp_path: Path, path: str):
+    async with server(tmp_path / "r") as http:
+        answer = await http.post(path, json={})
+    assert answer.status_code == 404
+    assert "POST /episodes" in answer.json()["error"]["message"]
+    assert ("type" in answer.json()) == (path == "/v1/messages"), "Anthropic's format"
+
+
+@pytest.mark.parametrize("command", ["doctor", "replay", "rescore"])
+async def test_commands_for_runs_say_what_reads_a_recording(tmp_path: Path, command: str):
+    async with server(tmp_path / "r") as http:
+        await ask(await begin(http))
+    found = CliRunner().invoke(app, [command, str(tmp_path / "r")])
+    assert found.exit_code != 0
+    assert "it has no config.yaml; it holds recorded episodes, which `agentrl show`" in str(found.exception)
