@@ -102,7 +102,7 @@ class Access:
     name. Clients of Anthropic's API use `anthropic_base_url`."""
 
     base_url: str
-    api_key: str
+    api_key: str = field(repr=False)
     model: str = "policy"
     clients: Clients = field(default_factory=Clients, repr=False)
 

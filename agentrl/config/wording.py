@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from agentrl.config.choice import choice_of
 from agentrl.config.facts import NamesCode, facts
-from agentrl.config.place import Loc
+from agentrl.config.place import Loc, dotted
 from agentrl.config.schema import (
     alternatives,
     bounds,
@@ -165,7 +165,7 @@ def _problem(source: Source, error: ErrorDetails) -> Problem:
     if kind == "missing":
         return Problem(loc, f"is missing{_meaning(tagged)}", source.spot(loc[:-1]), on_key=True)
     if kind == "value_error":
-        text = error["msg"].removeprefix("Value error, ")
+        text = _absolute(error["msg"].removeprefix("Value error, "), loc)
         return Problem(loc, text, source.spot(_mentioned(source, text) or loc), on_key=True)
     return Problem(loc, _wrong_value(tagged, error), source.spot(loc))
 
@@ -265,6 +265,17 @@ def _rewritten(kinds: Iterable[object], value: str) -> str:
         if code is not None and any(facts(code, NamesCode)) and re.fullmatch(r"[^\s:]+:[A-Za-z_]\w*", value):
             return f"; write `{{use: {value}}}`"
     return ""
+
+
+def _absolute(text: str, loc: Loc) -> str:
+    """The message of a section with its keys named as they are where the section is: `envs.a.eval.every`."""
+    if len(loc) < 2:
+        return text
+
+    def named(match: re.Match[str]) -> str:
+        return match[0] if field_at((*loc, match[1])) is None else f"{dotted(loc)}.{match[1]}"
+
+    return re.sub(rf"(?<![\w.]){re.escape(str(loc[-1]))}\.([a-z_]+)", named, text)
 
 
 def _mentioned(source: Source, text: str) -> Loc:

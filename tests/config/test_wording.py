@@ -223,3 +223,19 @@ def test_a_logger_of_ones_own_is_found_beside_the_file(tmp_path: Path):
     assert [logger.use for logger in load_config(path).loggers] == [
         f"{tmp_path}/own.py:{name}" for name in ("Mine", "Other")
     ]
+
+
+@pytest.mark.parametrize("around", ["", "eval: {attempts: 1}\n"])
+def test_an_error_in_the_section_of_an_env_names_its_key_and_place(tmp_path: Path, around: str):
+    text = f"{around}model: {{tiny: {{}}}}\nenvs:\n  a: {{use: m:C, eval: {{attempts: 2}}}}\n  b: m:C\n"
+    file = tmp_path / "tools.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, check_paths=False)
+    line = text.splitlines().index("  a: {use: m:C, eval: {attempts: 2}}") + 1
+    assert f"tools.yaml:{line}:24: envs.a.eval.attempts is 2, and greedy" in str(caught.value)
+    assert "set envs.a.eval.temperature above 0, or remove envs.a.eval.attempts" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"^--set envs.b.eval.attempts=3: envs.b.eval.attempts is 3"):
+        load_config(
+            file, ["envs.a.eval.attempts=1", "envs.b={use: m:C}", "envs.b.eval.attempts=3"], check_paths=False
+        )
