@@ -189,7 +189,7 @@ def _yaml_hint(line: str) -> str:
         return " (YAML is indented with spaces, not tabs)"
     if "${" in line:
         return " (environment variables are not substituted: pass the value with --set, where the shell does it)"
-    if re.search(r"(: |- |\[|, )[@`%*&!|>]", line):
+    if re.search(r"(^|: |- |\[|, )[@`%*&!|>]", line):
         return " (put the value in quotes)"
     return " (a space is needed after the colon)" if re.match(r"\s*[\w.-]+:\S", line) else ""
 

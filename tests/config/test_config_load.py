@@ -313,6 +313,7 @@ class TestOverrides:
             (".=3", "write `--set section.key=value`"),
             ("name.x=3", "name is 'n', not a section; it has no keys"),
             ("seed=[1", "not valid YAML"),
+            ("data.train=*.jsonl", "(put the value in quotes)"),
             ("warmup.demonstrations=no.jsonl", "warmup.demonstrations: there is no file"),
         ],
     )
