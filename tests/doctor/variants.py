@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 from tests.doctor.planted import (
     BASE,
@@ -49,6 +50,14 @@ ON_SQLITE = (
 )
 """Faults in a shipped env. The policy has not learned to call tools, so faults in their answers cannot show."""
 _own_start = {"warmup": BASE["warmup"]}
+
+
+async def asks_and_crashes(task: Any, access: Any) -> None:
+    """An agent with a bug behind its first request."""
+    await access.client().chat.completions.create(model="any", messages=task["messages"], tools=task["tools"])
+    raise KeyError("tenant")
+
+
 OTHERS = (
     Planted(
         2,
@@ -115,6 +124,13 @@ OTHERS = (
         "engine.server",
         changes={"steps": 6, "rollout": {"groups_per_step": 4}},
         inject=_make(servers, 0.0, 12.0),
+    ),
+    Planted(
+        24,
+        "an agent that crashes",
+        ("agent-crashes",),
+        "agent",
+        changes={"steps": 2, "agent": {"use": "tests.doctor.variants:asks_and_crashes"}},
     ),
 )
 """Faults that the public list does not have, with findings of their own."""
