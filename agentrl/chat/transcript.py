@@ -311,7 +311,8 @@ class Transcript:
                 self._add(Segment(piece.ids, "glue", self._node))
             else:
                 held = new[piece.message : next(ends)]
-                origin: Origin = "observation" if self._answers.issuperset(held) else "prompt"
+                answers = self._node >= 0 and self._answers.issuperset(held)  # nothing predicts the first one
+                origin: Origin = "observation" if answers else "prompt"
                 self._add(Segment(piece.ids, origin, self._node, held[0]))
         self._thinking = addition.thinking
 

@@ -87,3 +87,14 @@ def test_an_answer_that_no_special_token_begins_is_observed(tmp_path: Path):
     transcript.extend([Message("user", "ANSWER")])
     say(transcript, "two")
     assert answers(transcript) == ["\n<|user|>\nANSWER</s>\n<|assistant|>\n"]
+
+
+def test_what_begins_a_context_is_no_answer(renderer: Renderer):
+    """`rollout.compact.use` may keep nothing but the last answer: behind it is only the system prompt."""
+    transcript = Transcript(renderer)
+    transcript.extend([Message("user", "Go.")])
+    say(transcript, "one")
+    branch = transcript.fork(keep=0)
+    branch.extend([Message("user", "A"), Message("user", "B")], answers=2)
+    say(branch, "two")
+    assert answers(transcript) == ["", user("B")]
