@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.chat.messages import write_message
+from agentrl.env.toolenv.observe import error_text
 from agentrl.env.toolenv.threads import ToolRaised, run_apart
 from agentrl.types import Message, Task
 
@@ -38,6 +39,8 @@ DRAIN_S = 1.0
 """How long the outputs of a command that has ended may stay open."""
 LOOK_S = 0.05
 """How often to check whether a command has ended while others hold its outputs open."""
+MAX_CRASH = 1000
+"""Maximum characters of the error with which a program failed."""
 _PLACEHOLDER = re.compile(r"\{(?:prompt|id|base_url)\}")
 
 
@@ -223,7 +226,7 @@ def _exit(error: BaseException) -> str:
     """The outcome of a function that did not return: empty if it called `sys.exit()`. Raises AgentCrashedError."""
     if isinstance(error, SystemExit) and error.code in (None, 0):
         return ""
-    raise AgentCrashedError(f"{type(error).__name__}: {error}") from error
+    raise AgentCrashedError(error_text(error)[:MAX_CRASH]) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.agents.program import (
+    MAX_CRASH,
     Access,
     AgentCrashedError,
     AgentTask,
@@ -159,7 +160,7 @@ class WorkerAgent:
                 await self._drop(worker)
                 await asyncio.to_thread(end_leftovers, access.api_key)
         if "error" in answer:
-            raise AgentCrashedError(str(answer["error"])[:1000])
+            raise AgentCrashedError(str(answer["error"])[:MAX_CRASH])
         outcome = answer.get("outcome")
         return outcome if isinstance(outcome, str) else "" if outcome is None else json.dumps(outcome)
 

@@ -309,6 +309,11 @@ class AsksInReward(Calculator):
         return float(bool(await self.model.chat([Message("user", "?")])))  # type: ignore[union-attr]
 
 
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words for it")
+
+
 class TestTrouble:
     @pytest.mark.parametrize("make_env", [AsksPlain, AsksInSetup, AsksInReward])
     async def test_who_asks_the_policy_is_told_that_a_program_has_it(self, renderer: Renderer, make_env: Any):
@@ -337,6 +342,18 @@ class TestTrouble:
         shown = Console(file=io.StringIO(), width=200)
         shown.print(episode_text(decode(encode(EpisodeRecord.of(1, 0, scored, None)))))
         assert "the agent crashed: KeyError: 'oops'" in shown.file.getvalue()
+
+    @pytest.mark.parametrize("error", [Silent(), RuntimeError("x" * 5_000_000)], ids=["silent", "long"])
+    async def test_a_crash_is_told_in_few_words(self, renderer: Renderer, error: Exception):
+        async def agent(task: Any, access: Any) -> None:
+            await ask(access)
+            raise error
+
+        async with playing(engine_of(renderer), renderer, agent) as player:
+            found = await replace(player, crash="score").play(TASK, episode_id="e", seed=1)
+        assert found.error is None
+        assert found.crash.startswith(type(error).__name__)
+        assert len(found.crash) <= 1000
 
     async def test_a_limit_that_the_agent_does_not_catch_is_a_limit(self, renderer: Renderer):
         async def agent(task: Any, access: Any) -> None:
