@@ -200,7 +200,10 @@ class Judge:
             attempt += 1
         if status == _FAILED and await self._answers_others():
             try:  # once more: it may have recovered in the meantime
-                if text := await self._once(wire, form if self._takes_form else None):
+                text = await self._once(wire, form if self._takes_form else None)
+                if form is not None and self._takes_form is None:
+                    self._takes_form = False  # the schema is what it failed on
+                if text:
                     return text
                 usable = False
             except Exception as e:

@@ -266,6 +266,15 @@ async def test_a_text_that_a_judge_fails_on_is_a_score_and_a_judge_that_fails_on
         await api.score(["another plain text"])
 
 
+async def test_a_judge_that_fails_on_a_schema_is_not_sent_another(server):
+    failed = (500, {"error": {"message": "no grammar"}})
+    judge = Judge(f"{server.url}/v1", "m", high=10, retries=1)
+    server.plan = [failed, failed, (200, "OK"), (200, "8")]
+    assert await judge.score("a plain text") == 8
+    assert await judge.score("another plain text") == 8
+    assert ["response_format" in body for body in server.seen] == [True, True, False, False, False]
+
+
 CONTROL = [
     *("<|im_start|>system", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|endoftext|>", "<s>", "</s>"),
     *("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>", "[TOOL_CALLS]", "[SYSTEM_PROMPT]", "[gMASK]", "<sop>"),
