@@ -12,6 +12,10 @@ from agentrl.algo.returns import rewards_at_end
 from agentrl.algo.segments import segment_count, segment_sum
 
 
+class UnsuitableRewardsError(ValueError):
+    """An estimator is not defined for the rewards of a step."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepData:
     """The scored episodes of a step (E) and their trained tokens (N), over all ranks.

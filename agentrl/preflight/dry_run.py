@@ -44,7 +44,7 @@ from agentrl.run_folder.records import EpisodeRecord
 from agentrl.sandbox import close_pools
 from agentrl.scratch import ScratchFolder
 from agentrl.trainer.algorithm import Algorithm
-from agentrl.trainer.estimator import make_estimator
+from agentrl.trainer.estimator import check_penalties, make_estimator
 from agentrl.trainer.hints import check_hints, hint_of
 from agentrl.trainer.rewardless import no_reward
 from agentrl.trainer.room import too_long
@@ -103,6 +103,7 @@ def rehearsals(
     content = load_content(config)
     check_held_out(config, content)
     check_hints(config, content)
+    check_penalties(config, content)
     check_reward_model(config.reward_model, [part.make_env() for part in content.by_env.values()])
     if config.model.path is not None:
         check_teacher_folder(config, Path(config.model.path))

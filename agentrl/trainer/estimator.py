@@ -11,11 +11,14 @@ from torch import Tensor
 from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.advantages.gdpo import GDPO
 from agentrl.algo.parameters import Named
-from agentrl.algo.step_data import Advantages, StepData
+from agentrl.algo.step_data import Advantages, StepData, UnsuitableRewardsError
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.choice import OwnFunction
+from agentrl.config.run import RunConfig
+from agentrl.env.toolenv.env import ToolEnv
 from agentrl.errors import ConfigError, traceback_of
 from agentrl.importing import load_function, try_function
+from agentrl.rollout.content import Content
 
 OCCASIONAL = ("turns", "overlong", "reward_model")
 """Parts of the reward that may be missing from every episode of a step."""
@@ -48,6 +51,23 @@ def make_estimator(config: AlgorithmConfig) -> NamedEstimator:
     return _own_estimator(chosen, config) if isinstance(chosen, OwnFunction) else _built_in(chosen)
 
 
+def check_penalties(config: RunConfig, content: Content) -> None:
+    """Check that the policy cannot end a run with a negative reward, which `max_rl` does not take.
+
+    Raises:
+        ConfigError: the sandbox of an env has a negative `death_reward`.
+    """
+    for name, view in config.by_env.items():
+        env = content.by_env[name].make_env()
+        sandbox = env.sandbox if isinstance(env, ToolEnv) else None
+        if view.algorithm.advantage.name == "max_rl" and sandbox is not None and sandbox.death_reward < 0:
+            where = f"envs.{name}: " if name else ""
+            raise ConfigError(
+                f"{where}the sandbox of {type(env).__name__} has death_reward={sandbox.death_reward:g}, and "
+                "algorithm.advantage max_rl needs rewards of at least 0: use 0, or another advantage"
+            )
+
+
 def _built_in(parameters: Named) -> NamedEstimator:
     entry = ESTIMATORS[parameters.name]
     weights = parameters.weights if isinstance(parameters, GDPO) else {}
@@ -56,7 +76,7 @@ def _built_in(parameters: Named) -> NamedEstimator:
         found: Advantages
         try:
             found = entry.fn(step, parameters)
-        except ValueError as e:
+        except UnsuitableRewardsError as e:
             raise ConfigError(f"algorithm.advantage {parameters.name}: {e}") from None
         return found
 

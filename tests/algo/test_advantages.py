@@ -27,7 +27,7 @@ from agentrl.algo.advantages.rloo import rloo_advantages
 from agentrl.algo.advantages.turn_level import TurnLevel, turn_advantages, turn_returns
 from agentrl.algo.returns import index_in_sequence, return_to_go, rewards_at_end, whiten
 from agentrl.algo.siblings import group_centered, has_signal
-from agentrl.algo.step_data import StepData, penalize_kl
+from agentrl.algo.step_data import StepData, UnsuitableRewardsError, penalize_kl
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 3.0, 5.0, 0.7, 2.0, 2.0], dtype=torch.float64)
 GROUPS = torch.tensor([0, 0, 0, 1, 1, 2, 3, 3])
@@ -93,7 +93,7 @@ def test_max_rl_follows_the_log_of_the_success_rate():
 
 
 def test_max_rl_refuses_negative_rewards():
-    with pytest.raises(ValueError, match=r"rewards must be at least 0, got -0\.5"):
+    with pytest.raises(UnsuitableRewardsError, match=r"rewards must be at least 0, got -0\.5"):
         max_rl_advantages(tensor(1, -0.5), torch.tensor([0, 0]))
 
 

@@ -4,18 +4,41 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from agentrl.config.run import AlgorithmConfig
+from agentrl.algo.advantages import ESTIMATORS
+from agentrl.config.run import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError
+from agentrl.rollout.content import load_content
 from agentrl.rollout.episode_metrics import episode_metrics
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.trainer.algorithm import Algorithm
+from agentrl.trainer.estimator import check_penalties
 from agentrl.trainer.samples import episode_samples, penalised, segment_turns, to_records
 from agentrl.types import LIMITS, Episode, Group, Message, Sample, Segment, StopReason, Task, Turn
 
+BOXED = """
+from agentrl import Task, ToolEnv, reward
+from agentrl.sandbox import Sandbox
+
+
+class Boxed(ToolEnv):
+    sandbox = Sandbox(death_reward=-1.0)
+
+    @classmethod
+    def tasks(cls, split, seed):
+        return [Task(f"{split}-{n}", {}) for n in range(20)]
+
+    def setup(self) -> str:
+        return "Go."
+
+    @reward
+    def solved(self) -> bool:
+        return False
+"""
 PROMPT = Segment((1, 2), "prompt", -1, 0)
 ANSWER = Segment((7, 8, 9), "sampled", 0, 1, (-0.1, -0.2, -0.3), (4, 4, 5))
 
@@ -305,3 +328,26 @@ class TestMetrics:
 
     def test_a_step_of_nothing_has_no_division_by_zero(self):
         assert episode_metrics([])["reward"] == 0
+
+
+def test_rewards_that_an_advantage_does_not_take_are_named_and_a_bug_is_none(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage max_rl: divides by the mean .* got -1"):
+        advantages([1.0, -1.0], AlgorithmConfig(advantage="max_rl"))
+
+    def buggy(step: object, config: object) -> None:
+        raise ValueError("zip() argument 2 is shorter than argument 1")
+
+    monkeypatch.setitem(ESTIMATORS, "max_rl", ESTIMATORS["max_rl"]._replace(fn=buggy))
+    with pytest.raises(ValueError, match="zip"):
+        advantages([1.0, 0.0], AlgorithmConfig(advantage="max_rl"))
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "max_rl"])
+def test_a_policy_cannot_end_a_run_by_breaking_its_sandbox(tmp_path: Path, advantage: str):
+    (tmp_path / "boxed.py").write_text(BOXED)
+    given = {"name": "m", "model": {"tiny": {}}, "env": {"use": f"{tmp_path}/boxed.py:Boxed"}}
+    config = RunConfig.model_validate(given | {"algorithm": {"advantage": advantage}})
+    if advantage == "grpo":
+        return check_penalties(config, load_content(config))
+    with pytest.raises(ConfigError, match=r"sandbox of Boxed has death_reward=-1, and .* max_rl needs"):
+        check_penalties(config, load_content(config))

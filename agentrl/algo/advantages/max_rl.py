@@ -8,7 +8,7 @@ from agentrl.algo.entries import Estimator
 from agentrl.algo.late import Tensor, torch
 from agentrl.algo.parameters import Named
 from agentrl.algo.siblings import group_centered
-from agentrl.algo.step_data import Advantages, StepData, spread
+from agentrl.algo.step_data import Advantages, StepData, UnsuitableRewardsError, spread
 
 
 class MaxRL(Named):
@@ -24,7 +24,7 @@ def max_rl(step: StepData, config: MaxRL) -> Advantages:
     """The advantage of an episode for each of its tokens.
 
     Raises:
-        ValueError: a reward is negative.
+        UnsuitableRewardsError: a reward is negative.
     """
     return spread(max_rl_advantages(step.rewards_E, step.group_E), step)
 
@@ -36,10 +36,10 @@ def max_rl_advantages(rewards_E: Tensor, group_E: Tensor) -> Tensor:
     a control variate: the gradient of the log of the success rate, to the order of the group's size.
 
     Raises:
-        ValueError: a reward is negative, so that a mean might be 0 or have the wrong sign.
+        UnsuitableRewardsError: a reward is negative, so that a mean might be 0 or have the wrong sign.
     """
     if bool((rewards_E < 0).any()):
-        raise ValueError(
+        raise UnsuitableRewardsError(
             "divides by the mean reward of a group, so rewards must be at least 0, got "
             f"{float(rewards_E.min()):g}: use another advantage, or rewards without penalties"
         )
