@@ -191,6 +191,8 @@ SANDBOX_FAULT = "sandbox"
 so it never stops a run as the faults of an author's code do."""
 HINT_FAULT = "teacher_hint"
 """Among an episode's faults: the env's `teacher_hint` raised, or returned no text. Rewards count as they are."""
+SOLVED_FAULT = "solved_at"
+"""Among an episode's faults: it lacks a reward that decides whether it is solved. Its other rewards count."""
 
 
 @dataclass(frozen=True, slots=True)

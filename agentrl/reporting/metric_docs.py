@@ -94,7 +94,12 @@ METRICS: tuple[MetricDoc, ...] = (
         ("dropped_groups", "groups", "Groups without any advantage that `drop_zero_signal_groups` left out."),
         ("refilled_groups", "groups", "Groups without signal that `refill_zero_signal` replaced by new ones."),
         ("refilled_episodes", "episodes", "Episodes in the groups that were replaced."),
-        ("faults/{name}", "episodes", "Episodes in which this reward, or the env itself (`step`), raised."),
+        (
+            "faults/{name}",
+            "episodes",
+            "Episodes in which this reward, or the env itself (`step`), raised or returned no usable number; "
+            "`faults/solved_at`: those that lack a reward named by `solved_at`.",
+        ),
     ),
     *_docs(
         "evaluation",

@@ -43,7 +43,7 @@ from agentrl.errors import (
 )
 from agentrl.sandbox import SandboxBroken, met_inside
 from agentrl.shielded import shielded
-from agentrl.types import HINT_FAULT, SANDBOX_FAULT, Episode, Message, StopReason, Task, Turn
+from agentrl.types import HINT_FAULT, SANDBOX_FAULT, SOLVED_FAULT, Episode, Message, StopReason, Task, Turn
 
 if TYPE_CHECKING:
     from agentrl.chat.transcript import Transcript  # imports numpy, which most commands do not need
@@ -145,7 +145,7 @@ class OpenEpisode:
                 self.solved = self.env.solved_verdict(self.rewards, self.total)
                 return
             except JudgeError as e:
-                self.faults["solved_at"] = str(e)
+                self.faults[SOLVED_FAULT] = str(e)
         rule = self.env.solved_rule()
         self.solved = False if rule is not None and rule.strict else None
 

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from agentrl.errors import AgentRLError, EnvError
 from agentrl.run_folder.records import MAX_LINE, bounded_lines
-from agentrl.types import HINT_FAULT, SANDBOX_FAULT, Episode, Group, StopReason, Task
+from agentrl.types import HINT_FAULT, SANDBOX_FAULT, SOLVED_FAULT, Episode, Group, StopReason, Task
 
 RECENT = 1000
 """Episodes that the shares of a run's guard are taken over."""
@@ -259,6 +259,10 @@ def _tail(k: int, n: int, p: float) -> float:
     return min(1.0, total)
 
 
+EFFECTS = {HINT_FAULT: "it has no hint", SOLVED_FAULT: "it is not solved"}
+"""What a fault means for its episode, if it is not that of a reward."""
+
+
 @dataclass
 class RedrawGuard:
     """Watches episodes as they end; stops a run that loses too many, or whose rewards keep raising.
@@ -314,7 +318,7 @@ class RedrawGuard:
             for name, text in episode.faults.items():
                 if name not in self._told and self.tell is not None:
                     self._told.add(name)
-                    effect = "it has no hint" if name == HINT_FAULT else "it counts 0"
+                    effect = EFFECTS.get(name, "it counts 0")
                     self.tell(f"episode {episode.id}: {text}\n{effect}; more of {name!r} are only counted")
                 self._check(name, text)
 

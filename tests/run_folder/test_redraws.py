@@ -134,6 +134,16 @@ def test_a_reward_that_keeps_raising_stops_the_run_with_its_traceback_and_a_rare
         guard.scored([episode("t", 0.0, faults=faulty)] * 300)
 
 
+@pytest.mark.parametrize(
+    ("name", "effect"),
+    [("right", "it counts 0"), ("teacher_hint", "it has no hint"), ("solved_at", "it is not solved")],
+)
+def test_what_a_fault_means_for_its_episode_is_told(name: str, effect: str):
+    told: list[str] = []
+    RedrawGuard(tell=told.append).scored([episode("t", 0.0, faults={name: "no answer"})])
+    assert told == [f"episode e: no answer\n{effect}; more of {name!r} are only counted"]
+
+
 def line(step: float = 2, **redraws: object) -> bytes:
     empty = {"episodes": 1, "reasons": {}, "acted": 0, "tasks": {}, "hit": {}, "clean": {}}
     return json.dumps({"step": step, "redraws": empty | redraws}).encode()
