@@ -84,7 +84,8 @@ def whole_kl(at_Tk: Tensor, ref_at_Tk: Tensor, *, rest: bool, beta: float = 1.0)
         return _expected(own, own - other)
     if beta == 0:
         return _expected(other, other - own)
-    mixture = torch.logaddexp(own + math.log1p(-beta), other + math.log(beta))
+    bounded = [logprobs.clamp(min=-1e4) for logprobs in (own, other)]  # logaddexp(-inf, -inf) has the gradient nan
+    mixture = torch.logaddexp(bounded[0] + math.log1p(-beta), bounded[1] + math.log(beta))
     return beta * _expected(other, other - mixture) + (1 - beta) * _expected(own, own - mixture)
 
 
