@@ -280,9 +280,9 @@ class Transcript:
         return None if renderer.decode(ids) == renderer.decode(appended) else ids
 
     def _restart(self, ids: Sequence[int], addition: Addition, new: Sequence[int]) -> None:
-        """Continue from where `ids` diverge from this branch. What is rewritten becomes prompt, and so do the new
-        messages unless `ids` end like `addition`."""
-        before, message = self._before, [*self._context, *new][-1]
+        """Continue from where `ids` diverge from this branch. What is rewritten becomes prompt, part of the first
+        new message, and so do the new messages unless `ids` end like `addition`."""
+        before, message = self._before, new[0] if new else self._context[-1]
         node, at = -1, 0
         for i in _path(self._segments, self._node):
             end = at + len(self._segments[i].ids)

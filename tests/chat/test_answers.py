@@ -46,6 +46,20 @@ def test_a_template_that_rewrites_earlier_turns_leaves_the_answers_to_them(tmp_p
     assert answers(transcript) == ["", user("ANSWER 0"), user("ANSWER 1")]
 
 
+def test_what_is_written_again_belongs_to_the_message_after_it(tmp_path: Path):
+    transcript = Transcript(build(tmp_path, DROPS_THINKING, "fork"))
+    transcript.extend([Message("user", "One?")])
+    say(transcript, "<think>\nhm\n</think>\n\none")
+    transcript.extend([Message("user", "A"), Message("user", "B")])
+    decode = transcript.renderer.decode
+    new = [(s.origin, s.message, decode(s.ids)) for s in transcript.segments[3:-1]]
+    assert new == [
+        ("prompt", 2, "one<|im_end|>\n"),
+        ("observation", 2, user("A")),
+        ("observation", 3, user("B")),
+    ]
+
+
 def test_an_answer_is_observed_once_however_often_the_policy_continues_from_it(renderer: Renderer):
     first = Transcript(renderer)
     first.extend([Message("user", "Go.")])
