@@ -12,7 +12,8 @@ from agentrl.algo.step_data import Advantages, StepData, UnsuitableRewardsError,
 
 
 class MaxRL(Named):
-    """(reward - mean of the group) / mean, so that rarely solved tasks weigh more. For rewards of 0 and 1.
+    """(reward - mean of the group) / mean, so that rarely solved tasks weigh more. For rewards of 0
+    and 1; negative ones are refused.
 
     Source: MaxRL, arXiv:2602.02710.
     """
