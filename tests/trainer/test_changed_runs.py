@@ -303,6 +303,17 @@ def test_tasks_that_are_again_those_of_the_checkpoint_need_no_confirmation():
 
 
 @pytest.mark.timeout(60)
+def test_digests_of_a_checkpoint_that_cannot_be_read_say_nothing_about_the_tasks():
+    run(settings(), "r")
+    run(settings(data={"options": {"size": 15}}), "r")
+    Path("r/checkpoints/step-2/tasks.json").write_text("{")
+    with pytest.raises(
+        ConfigError, match=r"(?s)tasks changed since step 2:.*train tasks: 15 -> 20.*--accept-code"
+    ):
+        run(settings(steps=3), "r")
+
+
+@pytest.mark.timeout(60)
 def test_another_evaluation_set_leaves_no_trace():
     run(settings(steps=1), "r")
     Path("rows.jsonl").write_text('{"number": 77}\n')
