@@ -359,9 +359,11 @@ async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -
     check_clock(episode.clock)
     observed = [clean_message(message) for message in observed]
     episode.faults.update(info.faults)
-    number = _number(reward)
-    if number is None:
-        said = f"{type(env).__name__}.step returned the reward {shorten(reward)}"
+    number, metrics = _number(reward), _numbers(info.metrics)
+    bad = [] if number is not None else [f"reward {shorten(reward)}"]
+    bad += [f"metric {shorten(n)} = {shorten(v)}" for n, v in info.metrics.items() if n not in metrics]
+    if bad:
+        said = f"{type(env).__name__}.step returned the {' and the '.join(bad[:2])}"
         episode.faults["step"] = f"{said}: not a finite number, at most {LARGEST:g}"
     episode.turns.append(
         replace(
@@ -373,11 +375,7 @@ async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -
             rewards=_numbers(_clean_names(info.rewards)),
         )
     )
-    metrics = _numbers(info.metrics)
     episode.count(metrics)
-    if bad := [name for name in info.metrics if name not in metrics]:
-        said = f"{type(env).__name__}.step returned the metric {shorten(bad[0])}"
-        episode.faults["step"] = f"{said} = {shorten(info.metrics[bad[0]])}: not a finite number"
     if terminated or truncated:
         episode.stop = info.stop_reason or (StopReason.TERMINATED if terminated else StopReason.MAX_TURNS)
     elif len(episode.turns) >= max_turns:

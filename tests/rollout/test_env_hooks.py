@@ -190,6 +190,9 @@ async def test_a_number_that_cannot_be_averaged_is_a_fault(renderer: Renderer, m
     (episode,) = (await GroupPlayer(player(renderer, Odd), 1, 0).play(Task("t"), "s", 0)).episodes
     assert episode.reward == 1.0
     assert set(episode.faults) == ({"step"} if method == "step" else {"odd", "more"})
+    if method == "step":
+        assert "Odd.step returned the reward " in episode.faults["step"]
+        assert " and the metric 'odd' = " in episode.faults["step"]
     assert "odd" not in episode.metrics
 
 
