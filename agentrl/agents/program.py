@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.chat.messages import write_message
-from agentrl.env.toolenv.observe import error_text
 from agentrl.env.toolenv.threads import ToolRaised, run_apart
 from agentrl.types import Message, Task
 
@@ -226,7 +225,11 @@ def _exit(error: BaseException) -> str:
     """The outcome of a function that did not return: empty if it called `sys.exit()`. Raises AgentCrashedError."""
     if isinstance(error, SystemExit) and error.code in (None, 0):
         return ""
-    raise AgentCrashedError(error_text(error)[:MAX_CRASH]) from error
+    try:
+        text = str(error)
+    except Exception:  # of the user's own exception
+        text = "(its text raises)"
+    raise AgentCrashedError(f"{type(error).__name__}: {text}"[:MAX_CRASH]) from error
 
 
 @dataclass(frozen=True, slots=True)
