@@ -320,12 +320,14 @@ async def reset_env(env: Env, episode: OpenEpisode) -> Sequence[Message]:
 
     Raises:
         InfraError: the env failed; the policy has not acted yet, so it cannot be the cause.
+        TimeoutError: it ran past the limit of the episode, whatever it made of its cancellation.
         ConfigError: the task does not fit the env.
     """
     episode.status.now("env.reset")
     try:
         observation, _ = await no_exit(env.reset(episode.task))
     except Exception as e:
+        check_clock(episode.clock)
         cause = raised(e)
         if isinstance(cause, AgentRLError):
             raise cause from (None if cause is e else e)
@@ -333,6 +335,7 @@ async def reset_env(env: Env, episode: OpenEpisode) -> Sequence[Message]:
             raise
         text = f"{type(env).__name__}.reset: {error_text(cause)}\n{traceback_of(cause)}"
         raise InfraError(text) from e
+    check_clock(episode.clock)
     return [clean_message(message) for message in observation]
 
 

@@ -238,6 +238,24 @@ async def test_an_env_that_catches_its_cancellation_gains_no_time(renderer: Rend
         assert ("rank" in episode.rewards) == (method == "score")
 
 
+@pytest.mark.parametrize("then", ["goes on", "raises"])
+async def test_a_reset_that_catches_its_cancellation_is_no_time_of_the_policy(renderer: Renderer, then: str):
+    class Stubborn(Plain):
+        async def reset(self, task: Task) -> tuple[Sequence[Message], Mapping[str, Any]]:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                if then == "raises":
+                    raise KeyError("gone") from None
+            return await super().reset(task)
+
+    plays = Player(
+        ScriptedEngine(renderer, [say("good")]), renderer, Stubborn, EpisodeLimits(timeout_s=0.5), Sampling()
+    )
+    episode = await plays.play(Task("t"), episode_id="e", seed=0)
+    assert episode.error == "InfraError: Stubborn.reset took longer than 0.5 s"
+
+
 def test_an_env_without_group_rewards_is_not_asked_for_any():
     class Alone(Plain):
         score_group = Env.score_group
