@@ -24,8 +24,8 @@ class TrainingRow:
 
     `loss_mask` is True on the sampled tokens that this row trains. `logprobs` and `versions` come from the sampler
     for sampled tokens and are 0.0 and -1 elsewhere. `spans` lists (segment, start, stop) of what it trains.
-    `routes` are those of all tokens, if the engine returned any. `observed` is True on the messages that answer
-    the policy and count in this row.
+    `routes` covers all tokens, if the engine returned any. `observed` is True on the tokens of the env's answers
+    that this row counts in the observation loss.
     """
 
     ids: tuple[int, ...]

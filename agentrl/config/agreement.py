@@ -297,8 +297,8 @@ def _check_penalties(config: RunConfig, env: str = "") -> None:
     where = f"envs.{env}: " if env else ""
     if config.algorithm.advantage.name == "max_rl" and config.rollout.overlong == "penalise":
         raise ValueError(
-            f"{where}rollout.overlong penalise makes rewards negative, and algorithm.advantage max_rl divides by "
-            "their mean: use train or mask, or another advantage"
+            f"{where}rollout.overlong penalise can make rewards negative, and algorithm.advantage max_rl needs "
+            "rewards of at least 0: use train or mask, or another advantage"
         )
 
 

@@ -331,8 +331,8 @@ def _dead_keys(config: AlgorithmConfig) -> list[str]:
         )
     if kl.in_reward and config.advantage.name == "max_rl":
         found.append(
-            f"algorithm.kl.where {kl.where} makes rewards negative, and algorithm.advantage max_rl divides by "
-            "their mean: use algorithm.kl.where loss"
+            f"algorithm.kl.where {kl.where} can make rewards negative, and algorithm.advantage max_rl needs "
+            "rewards of at least 0: use algorithm.kl.where loss"
         )
     if kl.where == "reward" and kl.kind not in ("auto", "k1", "abs", "k2", "k3") and kl.coef > 0:
         found.append(f"algorithm.kl.kind {kl.kind} differs in its gradient, and a reward has none: write k1 or k3")

@@ -103,7 +103,7 @@ def _code_changes(run: Path, step: int, new: CodeRecord) -> list[str]:
 
 
 def _row_changes(run: Path, step: int, new: Mapping[str, Sequence[str]], splits: Sequence[str]) -> Sequence[str]:
-    """The tasks that differ from those accepted last; none if they are those of the newest checkpoint.
+    """How the tasks differ from the last accepted ones; empty if the newest checkpoint has the same tasks.
 
     Raises:
         CheckpointError: the digests of the run are missing or damaged.

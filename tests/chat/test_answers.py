@@ -17,7 +17,7 @@ ROLES_AS_TEXT = (
     "{%- for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + eos_token + '\\n' }}{% endfor %}"
     "{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
-"""As Zephyr's, where only the end of a turn is a token of its own."""
+"""Like Zephyr's template: only the end of a turn has a control token."""
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 from agentrl.cli.app import app
 from agentrl.config.run import RunConfig
 from agentrl.doctor.examine import findings
-from agentrl.reporting.report import Reporter, Silent
 from agentrl.run_folder.records import read_metrics
-from agentrl.run_folder.store import RunStore
-from agentrl.trainer.run import train_run
+from tests.trainer.test_changed_runs import Told, own_folder  # noqa: F401 - a fixture
+from tests.trainer.test_changed_runs import run as train
+from tests.trainer.test_changed_runs import settings as settings_of_letters
 
 ENV = '''
 from agentrl import Env, Message, StepInfo, Task, TextEnv, ToolResult, reward
@@ -49,28 +49,25 @@ class Mute(Env):
     async def step(self, message):
         return [], 0.0, True, False, StepInfo()
 """
-TINY = {"tiny": {"hidden": 32, "layers": 1, "heads": 2, "intermediate": 64, "vocab": 330, "max_context": 512}}
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def parrot(own_folder: None) -> None:  # noqa: F811
     Path("parrot.py").write_text(ENV)
 
 
 def settings(**changes: Any) -> RunConfig:
-    base: dict[str, Any] = {
+    own: dict[str, Any] = {
         "name": "parrot",
         "steps": 8,
         "env": {"use": f"{Path.cwd()}/parrot.py:Parrot"},
-        "model": TINY,
         "rollout": {"groups_per_step": 6, "group_size": 4, "max_turns": 3, "max_tokens": 80, "token_budget": 500},
         "algorithm": {"advantage": "none", "kl": {"coef": 0}, "observation_coef": 1.0},
         "optim": {"lr": 1e-2, "warmup_steps": 0},
         "eval": {"every": 0, "tasks": 1},
         "checkpoint": {"every": 4},
     }
-    return RunConfig.model_validate(base | changes)
+    return settings_of_letters(**own | changes)
 
 
 def written(config: RunConfig) -> Path:
@@ -79,20 +76,9 @@ def written(config: RunConfig) -> Path:
     return Path("run.yaml")
 
 
-class Notes(Silent):
-    """Keeps the notes."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
-def run(config: RunConfig, folder: str, reporter: Reporter | None = None) -> list[dict[str, float]]:
+def run(config: RunConfig, folder: str, reporter: Told | None = None) -> list[dict[str, float]]:
     """Train; returns the metrics of each step."""
-    with RunStore.open(config, Path(folder)) as store:
-        train_run(config, store, reporter or Silent())
+    train(config, folder, reporter)
     return [line for line in read_metrics(Path(folder)) if line["step"] > 0]
 
 
@@ -117,7 +103,7 @@ def test_groups_without_signal_still_teach_what_the_env_says():
 
 def test_a_step_in_which_no_turn_reads_an_answer_says_so():
     Path("parrot.py").write_text(ENV + MUTE)
-    reporter = Notes()
+    reporter = Told()
     lines = run(settings(steps=2, env={"use": f"{Path.cwd()}/parrot.py:Mute"}), "r", reporter)
     assert [(line["loss"], line.get("observation_loss")) for line in lines] == [(0, None), (0, None)]
     said = [note for note in reporter.notes if "the observation loss trained nothing" in note]
@@ -127,7 +113,7 @@ def test_a_step_in_which_no_turn_reads_an_answer_says_so():
 def test_nobody_asks_for_rewards_where_no_env_of_a_mixture_has_an_advantage():
     use = f"{Path.cwd()}/parrot.py:Parrot"
     envs = {name: {"use": use, "algorithm": {"advantage": "none"}} for name in ("a", "b")}
-    reporter = Notes()
+    reporter = Told()
     run(settings(env=None, envs=envs, algorithm={"kl": {"coef": 0}, "observation_coef": 1.0}), "r", reporter)
     assert not [note for note in reporter.notes if "no reward to learn from" in note]
     assert not {f.name for f in findings(Path("r"))} & {"no-signal", "never-solved"}

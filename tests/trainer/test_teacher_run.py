@@ -231,8 +231,8 @@ def test_a_teacher_that_nobody_serves_is_refused_before_the_run(teacher: Path):
         ({"algorithm": {"kl": {"jsd_beta": 0.5}}, "teacher": None}, "algorithm.kl.jsd_beta has no effect"),
         ({"learner": {"reference_ranks": 2}, "algorithm": {"kl": {"kind": "full"}}}, "full compares whole"),
         ({"rollout": {"refill_zero_signal": True}}, "compares no siblings"),
-        ({"algorithm": {"advantage": "max_rl", "kl": {"where": "both"}}}, "both makes rewards negative"),
-        ({"algorithm": {"advantage": "max_rl"}, "rollout": {"overlong": "penalise"}}, "penalise makes rew"),
+        ({"algorithm": {"advantage": "max_rl", "kl": {"where": "both"}}}, "both can make rewards"),
+        ({"algorithm": {"advantage": "max_rl"}, "rollout": {"overlong": "penalise"}}, "penalise can make"),
         ({"algorithm": {"observation_coef": 0.1}, "rollout": {"max_turns": 1}}, "observation_coef has no effect"),
     ],
 )  # fmt: skip
