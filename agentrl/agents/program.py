@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -355,14 +356,18 @@ async def _drop(tasks: Sequence[asyncio.Future[None]]) -> None:
 
 
 def end_leftovers(key: str) -> None:
-    """Kill the processes that were started with the key of an episode, in whatever group they are (Linux)."""
-    for _ in range(3):  # one may be starting another
-        found = [folder.name for folder in Path("/proc").glob("[0-9]*") if _has(folder / "environ", key.encode())]
+    """Kill the processes that were started with the key of an episode, in whatever group they are (Linux).
+
+    Returns once they have ended, or after GRACE_S.
+    """
+    deadline = time.monotonic() + GRACE_S
+    while found := [f.name for f in Path("/proc").glob("[0-9]*") if _has(f / "environ", key.encode())]:
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(int(pid), signal.SIGKILL)
-        if not found:
+        if time.monotonic() > deadline:
             return
+        time.sleep(0.01)  # they end, or start others, meanwhile
 
 
 def _has(environ: Path, key: bytes) -> bool:

@@ -57,7 +57,7 @@ def test_training_through_sglang_survives_the_death_of_its_server(tmp_path: Path
         "model": {"tiny": {"hidden": 96, "layers": 2, "vocab": 400, "max_context": 512}},
         "warmup": {
             "num": 300,
-            "max_epochs": 6,
+            "max_epochs": 14,
             "until_pass": 0.6,
             "anneal_epochs": 2,
             "at_least": 0.0,
@@ -65,7 +65,6 @@ def test_training_through_sglang_survives_the_death_of_its_server(tmp_path: Path
             "probe_tasks": 16,
             "probe_samples": 4,
             "lr": 2e-3,
-            "batch_episodes": 8,
             "options": {"quality": 0.9, "max_operations": 1},
         },
         # Only its start is used.
