@@ -99,7 +99,7 @@ def refuse_unknown_targets(config: RunConfig) -> None:
 
 
 def _refuse_unknown(model: PreTrainedModel, config: LoRAConfig) -> None:
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    names = [name for name, module in model.named_modules() if _is_linear(module)]
     for target in config.targets if isinstance(config.targets, list) else ():
         if not any(name == target or name.endswith(f".{target}") for name in names):
             known = sorted({name.rpartition(".")[2] for name in names})
@@ -184,9 +184,14 @@ def _linear_names(model: PreTrainedModel) -> list[str]:
         {
             name.rpartition(".")[2]
             for name, module in model.named_modules()
-            if isinstance(module, nn.Linear | Conv1D) and module is not head
+            if _is_linear(module) and module is not head
         }
     )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module is a plain linear layer; the routers of Phi-3.5-MoE are a subclass that returns experts."""
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
 
 
 def check_adapter(adapter: Path, config: LoRAConfig) -> None:
@@ -255,7 +260,7 @@ def _check_layers(model: PreTrainedModel, config: LoRAConfig) -> None:
         if not _is_adapted(module):
             continue
         base = module.base_layer
-        if not isinstance(base, nn.Linear | Conv1D) or _NAME not in module.lora_A:
+        if not _is_linear(base) or _NAME not in module.lora_A:
             raise ConfigError(
                 f"learner.lora.targets {config.targets!r}: {name} is not a linear layer "
                 f"({type(base).__name__}); only those can have adapters"

@@ -131,6 +131,17 @@ def _plain(config: PretrainedConfig) -> bool:
     return bool(kinds) and kinds <= {"full_attention", "sliding_attention", "attention"}
 
 
+def layer_configs(config: PretrainedConfig) -> Sequence[PretrainedConfig]:
+    """The config of each layer where they differ; else the one that all of them have.
+
+    In a config with `per_layer_config` (Gemma 4, for example), transformers raises an error for a setting that is
+    not the same in all layers.
+    """
+    text = config.get_text_config()
+    found: Any = text.per_layer_config if getattr(text, "is_heterogeneous", False) else (text,)
+    return tuple(found)
+
+
 def config_sections(config: PretrainedConfig) -> Iterator[dict[str, Any]]:
     """Yield the attributes of a config and of its nested configs."""
     found = vars(config)

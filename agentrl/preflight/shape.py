@@ -92,11 +92,11 @@ class ModelShape:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from agentrl.models.model_config import refuse_config, state_layers
+        from agentrl.models.model_config import layer_configs, refuse_config, state_layers
 
         refuse_config(config, where)
         auto: Any = AutoModelForCausalLM
-        text = config.get_text_config()
+        text = max(layer_configs(config), key=_head_dim)  # layers may differ: planned are the widest heads
         for key in _AT_LEAST_ONE:
             if isinstance(size := getattr(text, key, None), int) and size < 1:
                 raise ConfigError(f"{where}: config.json says {key}: {size}; it must be at least 1")
@@ -122,9 +122,7 @@ class ModelShape:
             intermediate=_intermediate(text),
             heads=heads,
             kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-            head_dim=int(
-                getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None) or text.hidden_size // heads
-            ),
+            head_dim=_head_dim(text),
             value_dim=int(getattr(text, "v_head_dim", None) or 0),
             latent=int(getattr(text, "kv_lora_rank", None) or 0) and text.kv_lora_rank + text.qk_rope_head_dim,
             sinks=any(name.endswith(".sinks") for name in blocks),
@@ -298,6 +296,12 @@ def _known_decoder(file: Path) -> ModelShape | None:
 def _size(value: object) -> int:
     """A positive whole number; 0 for anything else."""
     return value if type(value) is int and value > 0 else 0
+
+
+def _head_dim(text: Any) -> int:
+    """Size of a head's queries and keys; of a state-space model, the width."""
+    own = getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None)
+    return int(own or text.hidden_size // int(getattr(text, "num_attention_heads", 1)))
 
 
 def _intermediate(text: Any) -> int:

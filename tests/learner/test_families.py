@@ -13,13 +13,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.reward_model import RewardModelConfig
+from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.errors import ConfigError
 from agentrl.learner.critic import load_critic
 from agentrl.learner.policy_model import checkpoint_activations, load_policy
 from agentrl.models.trial import boundaries, with_near_boundaries
+from agentrl.preflight.shape import ModelShape
 from agentrl.rollout.rewards.classifier import Classifier
+from tests.learner.direct import DirectLearner
 
 BENCH = Path(__file__).parents[2] / "bench" / "families.py"
 
@@ -173,3 +177,31 @@ def test_a_model_that_transformers_cannot_compute_is_one_line_from_the_engine(tm
     with pytest.raises(ConfigError, match="cannot") as caught:
         LocalEngine.from_directory(tmp_path, max_slots=2, cache_mb=16)
     assert "\n" not in str(caught.value)
+
+
+def test_heads_may_be_wider_in_some_layers(tmp_path: Path):
+    """As in the published Gemma 4: transformers raises an error for a setting that differs between layers."""
+    settings = {
+        "sliding_window": bench.NEAR,
+        "layer_types": bench.ALTERNATING,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": bench.VOCABULARY,
+        "global_head_dim": 32,
+    }
+    config = bench.config_of(bench.Family("gemma4_text", settings))
+    plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    plain.save_pretrained(tmp_path)
+    assert ModelShape.of_directory(tmp_path).head_dim == 32, "planned for the widest"
+    learner = DirectLearner(
+        tmp_path,
+        algorithm=AlgorithmConfig(),
+        optim=OptimConfig(),
+        config=LearnerConfig(device="cpu"),
+        temperature=1.0,
+        total_steps=1,
+    )
+    rows = bench.samples()
+    found = torch.tensor([value for row in learner.probe(rows) for value in row])
+    with torch.no_grad():
+        wanted = bench.plain_logprobs(plain, rows)
+    assert torch.allclose(found, wanted, atol=bench.TOLERANCE)

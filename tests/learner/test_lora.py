@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, PhimoeConfig
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig, RunConfig, TinyModel
@@ -251,6 +251,26 @@ def test_a_key_that_a_later_peft_may_add_is_refused(policy_dir: Path, tmp_path: 
 def test_layers_whose_adapter_could_not_be_sampled_with_are_refused(policy_dir: Path, target: str, said: str):
     with pytest.raises(ConfigError, match=said):
         make_learner(policy_dir, None, targets=[target])
+
+
+def test_routers_that_are_linear_by_name_only_get_no_adapter(tmp_path: Path):
+    config = PhimoeConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        sliding_window=None,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    learner = make_learner(tmp_path, tmp_path, targets="all-linear")
+    learner.step(make_batch(0))
+    adapted = {name.split(".lora_")[0].rpartition(".")[2] for name in learner.adapter()}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    with pytest.raises(ConfigError, match="the model has no linear layer 'router'"):
+        make_learner(tmp_path, tmp_path, targets=["router"])
 
 
 def test_layers_that_keep_their_weights_transposed_are_merged_rightly(tmp_path: Path):

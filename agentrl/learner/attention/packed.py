@@ -24,6 +24,7 @@ from agentrl.errors import ConfigError
 from agentrl.learner.attention.kind import Kind, choose_attention
 from agentrl.learner.prefix_tree import Ids, Span, path_positions, prefix_tree
 from agentrl.learner.sequence import SequenceRanks
+from agentrl.models.model_config import layer_configs
 from agentrl.models.trial import ALONE, ENDS, SHARED, probe
 
 NAMES: dict[Kind, str] = {"sdpa": "agentrl_packed", "flex": "agentrl_blocks", "flash": "agentrl_sequences"}
@@ -197,7 +198,9 @@ _NOT_COMPUTED = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block
 
 def _head_dims(model: PretrainedConfig) -> set[int]:
     """Sizes of queries and keys, and of values."""
-    text = model.get_text_config()
-    own = getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None)
-    queries = int(own or text.hidden_size // text.num_attention_heads)
-    return {queries, int(getattr(text, "v_head_dim", None) or queries)}
+    found = set()
+    for layer in layer_configs(model):
+        own = getattr(layer, "qk_head_dim", None) or getattr(layer, "head_dim", None)
+        queries = int(own or layer.hidden_size // layer.num_attention_heads)
+        found |= {queries, int(getattr(layer, "v_head_dim", None) or queries)}
+    return found
