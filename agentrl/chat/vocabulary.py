@@ -78,7 +78,7 @@ class Vocabulary:
 
     @classmethod
     def from_directory(cls, path: Path, template: str) -> Vocabulary:
-        """Read tokenizer.json and tokenizer_config.json of a Hugging Face directory.
+        """Read the files of the tokenizer in a Hugging Face directory.
 
         Raises:
             ConfigError: tokenizer.json is missing or cannot be read.
@@ -99,12 +99,9 @@ class Vocabulary:
             if token["content"] not in known:
                 flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
                 spec["added_tokens"].append(flags | {"special": False} | token | {"id": int(id)})
-        special = {
-            name: value["content"] if isinstance(value, dict) else value
-            for name, value in config.items()
-            if name.endswith("_token") and isinstance(value, str | dict)
-        }
-        return cls(spec, special, template, str(path))
+        if "added_tokens_decoder" not in config:  # then transformers reads the file of its older releases as well
+            config |= read_json(path / "special_tokens_map.json")
+        return cls(spec, _named_tokens(config), template, str(path))
 
     def shield(self, value: object) -> Any:
         """Return `value` (text, or JSON-like data with text) with every control token in it made opaque."""
@@ -225,6 +222,16 @@ def _byte_alphabet() -> dict[str, int]:
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the special tokens that a template can name, as transformers gives them to it."""
+    found = {name: value for name, value in config.items() if name.endswith("_token")}
+    for key in ("model_specific_special_tokens", "extra_special_tokens"):
+        if isinstance(more := config.get(key), dict):
+            found |= more
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _structures(token: str, template: str) -> bool:

@@ -35,6 +35,7 @@ def load_causal_lm(directory: Path, where: str, *, dtype: torch.dtype, attention
     Raises:
         ConfigError: the folder contains no such model, or its weights do not match its config.json.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -53,7 +54,10 @@ def load_causal_lm(directory: Path, where: str, *, dtype: torch.dtype, attention
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below, in one line
             )
-    except (OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError, SafetensorError) as e:
+    except (
+        *(OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError),
+        *(SafetensorError, StrictDataclassError),  # the latter: config.json asks for another attention's outputs
+    ) as e:
         why = " ".join(str(e).split())[:300]
         raise ConfigError(f"{where}: cannot load a causal language model: {why}") from e
     finally:

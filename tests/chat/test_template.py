@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,6 +95,29 @@ def test_templates_of_older_directories_are_found(tmp_path: Path):
     ):
         (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
         assert Renderer.from_directory(folder).template == CHATML_TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("file", "tokens"),
+    [
+        ("special_tokens_map.json", {"bos_token": "<|endoftext|>", "pad_token": {"content": "<|im_start|>"}}),
+        ("special_tokens_map.json", {"eos_token": "<|endoftext|>"}),
+        ("tokenizer_config.json", {"extra_special_tokens": {"image_token": "<|im_start|>"}}),
+        ("tokenizer_config.json", {"model_specific_special_tokens": {"image_token": "<|im_start|>"}}),
+    ],
+)
+@pytest.mark.parametrize("newer", [False, True])
+def test_special_tokens_have_the_names_that_transformers_gives_them(
+    file: str, tokens: dict[str, Any], newer: bool, tmp_path: Path
+):
+    """Since it writes `added_tokens_decoder`, transformers does not read special_tokens_map.json."""
+    names = "{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ image_token }}"
+    folder = make(tmp_path, names + CHATML_TEMPLATE, config={"added_tokens_decoder": {}} if newer else {})
+    found = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    (folder / file).write_text(json.dumps(found | tokens))
+    tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    theirs = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+    assert Renderer.from_directory(folder).text([Message("user", "Hi")]) == theirs
 
 
 PLAIN_TEMPLATE = """

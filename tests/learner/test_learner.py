@@ -339,6 +339,7 @@ class TestLoading:
             "weights cut short",
             "weights of another shape",
             "weights are missing",
+            "asks for weights of the attention",
         ],
     )
     def test_a_model_that_cannot_be_used_is_one_clear_error(self, policy_dir: Path, tmp_path: Path, damage: str):
@@ -361,6 +362,8 @@ class TestLoading:
                 shutil.copyfile(write_model(tmp_path / "wide", seed=0, hidden=48) / weights.name, weights)
             case "weights are missing":
                 shutil.copyfile(write_model(tmp_path / "small", seed=0, layers=1) / weights.name, weights)
+            case "asks for weights of the attention":
+                config.write_text(json.dumps(json.loads(config.read_text()) | {"output_attentions": True}))
         with pytest.raises(ConfigError) as caught:
             load_policy(folder, torch.device("cpu"))
         assert str(caught.value).startswith(f"model directory {folder}")
