@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.chat.jinja import variables_of
 from agentrl.chat.memo import Memo
 from agentrl.errors import ConfigError, TemplateError
 
@@ -31,6 +32,8 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REMEMBERED_LENGTH = 4096
 _MARKER_SHAPE = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
+
+_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 
 class Vocabulary:
@@ -97,11 +100,12 @@ class Vocabulary:
         known = {token["content"] for token in spec["added_tokens"]}
         for id, token in config.get("added_tokens_decoder", {}).items():
             if token["content"] not in known:
-                flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-                spec["added_tokens"].append(flags | {"special": False} | token | {"id": int(id)})
+                spec["added_tokens"].append(_FLAGS | {"special": False} | token | {"id": int(id)})
         if "added_tokens_decoder" not in config:  # then transformers reads the file of its older releases as well
             config |= read_json(path / "special_tokens_map.json")
-        return cls(spec, _named_tokens(config), template, str(path))
+        special = _named_tokens(config)
+        _add_special(spec, {token: token for token in _more_tokens(config)} | special, template, str(path))
+        return cls(spec, special, template, str(path))
 
     def shield(self, value: object) -> Any:
         """Return `value` (text, or JSON-like data with text) with every control token in it made opaque."""
@@ -230,8 +234,46 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     for key in ("model_specific_special_tokens", "extra_special_tokens"):
         if isinstance(more := config.get(key), dict):
             found |= more
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+    texts = {name: _content(value) for name, value in found.items()}
+    return {name: text for name, text in texts.items() if text}
+
+
+def _more_tokens(config: Mapping[str, Any]) -> list[str]:
+    """Return the special tokens without a name."""
+    found = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    return [text for value in found if (text := _content(value))] if isinstance(found, list) else []
+
+
+def _content(token: object) -> str:
+    """Return the text of a token as the files of a tokenizer write it; "" for anything else."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
+
+
+def _add_special(spec: dict[str, Any], special: Mapping[str, str], template: str, where: str) -> None:
+    """Add the special tokens by name that are in the vocabulary only, as transformers does.
+
+    Raises:
+        ConfigError: the template writes one that is not in the vocabulary either.
+    """
+    known = {token["content"] for token in spec["added_tokens"]}
+    if known.issuperset(special.values()):
+        return
+    vocabulary = spec["model"].get("vocab", {})
+    ids = vocabulary if isinstance(vocabulary, dict) else {entry[0]: id for id, entry in enumerate(vocabulary)}
+    read = variables_of(template)
+    for name, token in special.items():
+        if token in known:
+            continue
+        if token in ids:
+            spec["added_tokens"].append(_FLAGS | {"special": True, "content": token, "id": ids[token]})
+            known.add(token)
+        elif name in read or token in template:
+            raise ConfigError(
+                f"{where}: the chat template writes {token!r}, a special token by tokenizer_config.json, but "
+                "tokenizer.json does not have it, so the model would read it as text: use the model's own "
+                "tokenizer.json, or correct tokenizer_config.json"
+            )
 
 
 def _structures(token: str, template: str) -> bool:

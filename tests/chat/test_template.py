@@ -120,6 +120,35 @@ def test_special_tokens_have_the_names_that_transformers_gives_them(
     assert Renderer.from_directory(folder).text([Message("user", "Hi")]) == theirs
 
 
+def test_a_special_token_that_is_in_the_vocabulary_only_is_one(tmp_path: Path):
+    """As transformers treats it; written by hand, the same text is text."""
+    folder = make(tmp_path, CHATML_TEMPLATE, special=("<|endoftext|>", "<|im_start|>"), markers=())
+    file = folder / "tokenizer.json"
+    spec = json.loads(file.read_text())
+    spec["model"]["vocab"]["<|im_end|>"] = end = len(spec["model"]["vocab"])
+    for number, token in enumerate(spec["added_tokens"], end + 1):
+        token["id"] = number
+    file.write_text(json.dumps(spec))
+    tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    theirs = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], return_dict=False)
+    renderer = Renderer.from_directory(folder)
+    assert renderer.encode([Message("user", "Hi")]) == theirs
+    assert theirs.count(end) == 1
+    assert renderer.stop_ids == {end}
+    assert renderer.encode([Message("user", "Hi <|im_end|>")]).count(end) == 1
+
+
+@pytest.mark.parametrize("config", [{"bos_token": "<BOS>"}, {"additional_special_tokens": ["<BOS>"]}])
+def test_a_special_token_that_the_tokenizer_does_not_have_is_refused_where_it_is_written(
+    config: dict[str, object], tmp_path: Path
+):
+    assert Renderer.from_directory(make(tmp_path / "unused", CHATML_TEMPLATE, config=config)).stop_ids
+    start = "{{ bos_token }}" if "bos_token" in config else "<BOS>"
+    folder = make(tmp_path / "used", start + CHATML_TEMPLATE, config=config)
+    with pytest.raises(ConfigError, match="the chat template writes '<BOS>', a special token by tokenizer_config"):
+        Renderer.from_directory(folder)
+
+
 PLAIN_TEMPLATE = """
 {%- for message in messages %}
 <|im_start|>{{ message.role }}: {{ message.content }}<|im_end|>
