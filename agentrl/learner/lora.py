@@ -9,6 +9,7 @@ Source: Hu et al. 2021, arXiv:2106.09685.
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from agentrl.config.run import LoRAConfig, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.shard import World, settle, whole
-from agentrl.models.model_config import read_config
+from agentrl.models.model_config import one_line, read_config
 from agentrl.models.tiny import tiny_config
 from agentrl.suggest import did_you_mean
 
@@ -71,7 +72,7 @@ def add_adapter(
             peft.inject_adapter_in_model(options, model, _NAME)
         except ValueError as e:
             raise ConfigError(
-                f"learner.lora.targets {config.targets!r} do not fit the model: {str(e)[:300]}"
+                f"learner.lora.targets {config.targets!r} do not fit the model: {one_line(e)}"
             ) from e
     _check_layers(model, config)
     if adapter is not None and values:
@@ -102,7 +103,7 @@ def _refuse_unknown(model: PreTrainedModel, config: LoRAConfig) -> None:
     names = [name for name, module in model.named_modules() if _is_linear(module)]
     for target in config.targets if isinstance(config.targets, list) else ():
         if not any(name == target or name.endswith(f".{target}") for name in names):
-            known = sorted({name.rpartition(".")[2] for name in names})
+            known = sorted({_ending(name) for name in names})
             near = did_you_mean(target, known)
             raise ConfigError(
                 f"learner.lora.targets: the model has no linear layer {target!r}{'; ' * bool(near)}{near}; its "
@@ -174,19 +175,20 @@ def write_adapter(directory: Path, state: dict[str, Tensor], config: LoRAConfig,
 
 def adapted_names(model: nn.Module) -> list[str]:
     """The layers that have adapters, by the ends of their names."""
-    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if _is_adapted(module)})
+    return sorted({_ending(name) for name, module in model.named_modules() if _is_adapted(module)})
 
 
 def _linear_names(model: PreTrainedModel) -> list[str]:
     """The linear layers of the blocks, by the ends of their names; the output layer is none of them."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     return sorted(
-        {
-            name.rpartition(".")[2]
-            for name, module in model.named_modules()
-            if _is_linear(module) and module is not head
-        }
+        {_ending(name) for name, module in model.named_modules() if _is_linear(module) and module is not head}
     )
+
+
+def _ending(name: str) -> str:
+    """The end of a layer's name that says which it is: `q_proj`, or `ffn.2`, since `2` would be a block too."""
+    return re.sub(r"^.*\.(?=\D)", "", name)
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, PhimoeConfig
+from transformers import AutoModelForCausalLM, CTRLConfig, GPT2Config, PhimoeConfig
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig, RunConfig, TinyModel
@@ -271,6 +271,26 @@ def test_routers_that_are_linear_by_name_only_get_no_adapter(tmp_path: Path):
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
     with pytest.raises(ConfigError, match="the model has no linear layer 'router'"):
         make_learner(tmp_path, tmp_path, targets=["router"])
+
+
+def test_layers_with_a_number_for_a_name_are_told_from_the_blocks(tmp_path: Path):
+    """CTRL's feed-forward layers are `ffn.0` and `ffn.2`; its blocks have numbers, too."""
+    from peft import PeftModel
+
+    base, folder = tmp_path / "base", tmp_path / "step-1"
+    config = CTRLConfig(vocab_size=97, n_embd=32, dff=64, n_layer=3, n_head=4, n_positions=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    learner = make_learner(base, base, targets="all-linear")
+    learner.step(make_batch(0))
+    folder.mkdir()
+    learner.save(folder)
+    assert len(learner.adapter()) == 2 * 3 * 6
+    samples = make_batch(5)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = PeftModel.from_pretrained(plain_model(base), folder / "adapter").eval()
+        for ours, row in zip(learner.probe(samples), padded_logprobs(model, samples), strict=True):
+            assert torch.allclose(torch.tensor(ours), row, atol=1e-4)
 
 
 def test_layers_that_keep_their_weights_transposed_are_merged_rightly(tmp_path: Path):
