@@ -86,3 +86,11 @@ def eos_ids(folder: Path, vocabulary: Vocabulary) -> set[int]:
         ids |= set(found if isinstance(found, list) else [found])
     ids.add(vocabulary.control.get(vocabulary.special_tokens.get("eos_token", "")))
     return {id for id in ids if isinstance(id, int)}
+
+
+def num_embeddings(folder: Path) -> int | None:
+    """Return the vocabulary size by config.json; None if there is no such file, or it does not say."""
+    config = read_json(folder / "config.json")
+    text = config.get("text_config")
+    found = (text if isinstance(text, dict) else config).get("vocab_size")
+    return found if isinstance(found, int) else None

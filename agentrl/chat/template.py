@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.chat.jinja import Fixed, assigned_by, compile_template, variables_of
 from agentrl.chat.memo import Memo
-from agentrl.chat.model_folder import CHATML_TEMPLATE, eos_ids, is_one_of_two, template_source
+from agentrl.chat.model_folder import (
+    CHATML_TEMPLATE,
+    eos_ids,
+    is_one_of_two,
+    num_embeddings,
+    template_source,
+)
 from agentrl.chat.parsers import Parsed, Parser, choose_parser
 from agentrl.chat.parsers.markers import Plain
 from agentrl.chat.vocabulary import SENTINEL, Vocabulary
@@ -253,6 +259,8 @@ class Renderer:
             raise ConfigError(f"{folder}: no such directory; give a Hugging Face model directory")
         source = template_source(folder, template)
         vocabulary = Vocabulary.from_directory(folder, source)
+        if (size := num_embeddings(folder)) is not None:
+            vocabulary.refuse_beyond(size, source, str(folder))
         digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
         return cls(
             vocabulary,

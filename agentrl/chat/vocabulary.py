@@ -107,6 +107,21 @@ class Vocabulary:
         _add_special(spec, {token: token for token in _more_tokens(config)} | special, template, str(path))
         return cls(spec, special, template, str(path))
 
+    def refuse_beyond(self, size: int, template: str, where: str) -> None:
+        """Check that a model with `size` embeddings has one for every token that text or the template needs.
+
+        Raises:
+            ConfigError: it has not. Added tokens that the template does not write do not matter.
+        """
+        advice = f"the model has {size:,} (vocab_size in config.json): use the tokenizer that it was trained with"
+        if (plain := self._full.get_vocab_size(with_added_tokens=False)) > size:
+            raise ConfigError(f"{where}: tokenizer.json has {plain:,} tokens, and {advice}")
+        read = variables_of(template)
+        named = {token for name, token in self.special_tokens.items() if name in read}
+        for token, id in self.control.items():
+            if id >= size and (token in template or token in named):
+                raise ConfigError(f"{where}: the chat template writes {token!r}, token {id:,}, and {advice}")
+
     def shield(self, value: object) -> Any:
         """Return `value` (text, or JSON-like data with text) with every control token in it made opaque."""
         if isinstance(value, str):

@@ -149,6 +149,24 @@ def test_a_special_token_that_the_tokenizer_does_not_have_is_refused_where_it_is
         Renderer.from_directory(folder)
 
 
+def test_a_tokenizer_of_more_tokens_than_the_model_is_refused_where_they_are_needed(tmp_path: Path):
+    folder = make(tmp_path, CHATML_TEMPLATE, markers=("<tool_call>", "</tool_call>", "<unused>"))
+    control = Renderer.from_directory(folder).vocabulary.control
+    end = Renderer.from_directory(folder).vocabulary.encode_raw("</tool_call>")[0] + 1
+    assert control["<|im_end|>"] < end
+    for size, said in (
+        (end, None),
+        (end - 1, "the chat template writes '</tool_call>', token"),
+        (200, r"tokenizer.json has \d+ tokens, and the model has 200 "),
+    ):
+        (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
+        if said is None:
+            assert Renderer.from_directory(folder).stop_ids
+            continue
+        with pytest.raises(ConfigError, match=said):
+            Renderer.from_directory(folder)
+
+
 PLAIN_TEMPLATE = """
 {%- for message in messages %}
 <|im_start|>{{ message.role }}: {{ message.content }}<|im_end|>
