@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from agentrl.errors import ConfigError
 from agentrl.learner.attention.packed import PACKED_ATTENTION, check_attention, register_attention
 from agentrl.models.loading import load_causal_lm
 
@@ -39,7 +40,16 @@ def empty_policy(directory: Path) -> PreTrainedModel:
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Keep only the input of each block and recompute the rest in the backward pass, without dropout."""
+    """Keep only the input of each block and recompute the rest in the backward pass, without dropout.
+
+    Raises:
+        ConfigError: the model's family cannot do that.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"learner.checkpoint_activations: transformers cannot recompute the blocks of {type(model).__name__}; "
+            "leave it out"
+        )
     options: Any = {"use_reentrant": False}
     enable: Any = getattr(model, "activation_checkpointing_enable", None)
     if enable is not None:

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, CTRLConfig, LlamaConfig
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.reward_model import RewardModelConfig
@@ -114,6 +114,13 @@ def test_checkpointed_blocks_are_not_random(model_type: str, noise: dict[str, ob
     checkpoint_activations(model)
     found = bench.token_stats(model, packed).logprobs_N
     assert torch.equal(found, wanted)
+
+
+def test_blocks_that_cannot_be_recomputed_are_one_error(tmp_path: Path):
+    config = CTRLConfig(vocab_size=97, n_embd=32, dff=64, n_layer=1, n_head=4, n_positions=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="cannot recompute the blocks of CTRLLMHeadModel"):
+        checkpoint_activations(load_policy(tmp_path, torch.device("cpu")))
 
 
 def test_what_is_no_model_to_load_is_one_line(tmp_path: Path):
