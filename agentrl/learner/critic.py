@@ -85,7 +85,7 @@ def load_critic(directory: Path) -> PreTrainedModel:
 def empty_critic(directory: Path) -> PreTrainedModel:
     """The same model without its values; call it where tensors have no storage (`torch.device("meta")`)."""
     register_attention()
-    config = AutoConfig.from_pretrained(directory, num_labels=1, local_files_only=True)
+    config = AutoConfig.from_pretrained(directory, num_labels=1, local_files_only=True, trust_remote_code=False)
     auto: Any = AutoModelForTokenClassification
     model: PreTrainedModel = auto.from_config(
         config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION

@@ -31,7 +31,7 @@ def load_policy(directory: Path, device: torch.device) -> PreTrainedModel:
 def empty_policy(directory: Path) -> PreTrainedModel:
     """The same model without its values; call it where tensors have no storage (`torch.device("meta")`)."""
     register_attention()
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     auto: Any = AutoModelForCausalLM
     model: PreTrainedModel = auto.from_config(
         config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION

@@ -50,7 +50,7 @@ def read_config(directory: Path, where: str) -> PretrainedConfig:
     """
     config = any_config(directory, where)
     refuse_config(config, where)
-    _refuse_class(config, where)
+    refuse_class(config, where)
     return config
 
 
@@ -66,7 +66,7 @@ def any_config(directory: Path, where: str) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, StrictDataclassError) as e:
         if "auto_map" in str(e) or "trust_remote_code" in str(e):
             raise ConfigError(
                 f"{where}: the model is not part of transformers and brings its own "
@@ -78,7 +78,12 @@ def any_config(directory: Path, where: str) -> PretrainedConfig:
     return config
 
 
-def _refuse_class(config: PretrainedConfig, where: str) -> None:
+def refuse_class(config: PretrainedConfig, where: str) -> None:
+    """Reject models without a causal language model in transformers whose attention can be replaced.
+
+    Raises:
+        ConfigError: it has none.
+    """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         for part, what in (("vision_config", "images"), ("audio_config", "sound")):
             if getattr(config, part, None) is not None:

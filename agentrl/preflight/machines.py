@@ -97,14 +97,17 @@ def machine_of(text: str, nodes: int = 1) -> Machine:
     Raises:
         ConfigError: there is no such card, or no GPU.
     """
-    match = re.fullmatch(r"(?:([0-9]{1,5})\s*[x*×]\s*)?([A-Za-z][\w-]*)", text.strip())
+    match = re.fullmatch(r"(?:([0-9]{1,5})\s*[xX*×]\s*)?([A-Za-z][\w-]*)", text.strip())
     if match is None or (match[1] is not None and int(match[1]) == 0) or nodes < 1:
         raise ConfigError(f"--gpus {text}: write NUMBERxCARD, such as 8xH100-80GB")
     wanted = match[2].lower().replace("_", "-")
     found = [name for name in CARDS if wanted in (name.lower(), name.lower().partition("-")[0])]
     if not found:
         hint = did_you_mean(match[2], list(CARDS), otherwise=f"known are {', '.join(CARDS)}")
-        raise ConfigError(f"--gpus {text}: unknown card {match[2]!r}; {hint}")
+        raise ConfigError(
+            f"--gpus {text}: unknown card {match[2]!r}; {hint}; for another card, give its memory with --memory "
+            "GIB"
+        )
     if len(found) > 1:
         raise ConfigError(f"--gpus {text}: say which: {' or '.join(found)}")
     return Machine(found[0], CARDS[found[0]], int(match[1] or 1), nodes)

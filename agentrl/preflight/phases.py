@@ -12,6 +12,11 @@ from agentrl.preflight.shape import BFLOAT16, FLOAT32, ModelShape, classifier_pa
 from agentrl.trainer.room import longest_episode
 
 HERE = "the process of the run"
+POLICY_LOGITS = 5
+"""Copies of a chunk of logits: as they are, as log-probabilities, and three for the entropy."""
+COMPARED = 3 * 8 + 5 * 4
+"""Bytes for each token that `kl.kind: full` compares: three copies of its id, and of its log-probabilities both
+models' (the reference's with ids beside it), the divergence and its gradient."""
 CPU_CACHE = 0.25
 """Share of the machine's memory that the local engine's cache may take; on a GPU it is half of what is free."""
 
@@ -210,8 +215,24 @@ def _update(config: RunConfig, models: Models) -> Phase:
         parts["gradients"] = FLOAT32 * trained_parameters(config, shape) // ranks
     if "critic" in parts and models.critic is not None:
         parts["critic"] += FLOAT32 * models.critic.parameters // ranks  # its gradients
-    parts |= _computing(config, shape) | _logits(config, shape)
+    largest = max(_passes(config, models), key=lambda one: sum(one.values()))
+    parts |= largest
     return Phase("update", "each rank" if config.learner_on_ray else HERE, parts)
+
+
+def _passes(config: RunConfig, models: Models) -> list[dict[str, int]]:
+    """What each pass of a rank of the policy needs in addition: its own, and those of the models it shares."""
+    learner, shape = config.learner, models.policy
+    own = _computing(config, shape) | _logits(config, shape, POLICY_LOGITS) | _distributions(config, models)
+    found = [own]
+    if models.reference is not None and not learner.reference_ranks:
+        reference = models.reference
+        found.append(_computing(config, reference, backward=False) | _logits(config, reference))
+        if "gathered" in own:  # a pass without gradients leaves the reference's outer part gathered
+            own["gathered"] += _each(config) * reference.outer
+    if config.critic is not None and models.critic is not None and not config.critic.ranks:
+        found.append(_computing(config, models.critic))
+    return found
 
 
 def _apart(config: RunConfig, models: Models) -> list[Phase]:
@@ -234,10 +255,8 @@ def _apart(config: RunConfig, models: Models) -> list[Phase]:
 
 def _computing(config: RunConfig, shape: ModelShape, *, backward: bool = True) -> dict[str, int]:
     """What a pass over a micro-batch needs in addition to the shards that a rank holds."""
-    learner, parts = config.learner, {}
-    low = learner.precision == "bfloat16"
-    each = BFLOAT16 if low else FLOAT32
-    if config.learner_on_ray or low or learner.cpu_offload:
+    learner, parts, each = config.learner, {}, _each(config)
+    if config.learner_on_ray or each == BFLOAT16 or learner.cpu_offload:
         # The outer part stays gathered, and two blocks: one computing, one on its way.
         parts["gathered"] = each * (shape.outer + 2 * shape.block) + FLOAT32 * shape.block
     heads, shared = shape.heads_split(learner.sequence_ranks)
@@ -253,9 +272,24 @@ def _computing(config: RunConfig, shape: ModelShape, *, backward: bool = True) -
     return parts
 
 
-def _logits(config: RunConfig, shape: ModelShape) -> dict[str, int]:
+def _each(config: RunConfig) -> int:
+    """Bytes of a number in the learner's passes."""
+    return BFLOAT16 if config.learner.precision == "bfloat16" else FLOAT32
+
+
+def _logits(config: RunConfig, shape: ModelShape, copies: int = 3) -> dict[str, int]:
     tokens = config.learner.tokens_per_micro_batch
-    return {"logits": 3 * FLOAT32 * min(config.learner.logits_at_once or tokens, tokens) * shape.vocab}
+    return {"logits": copies * FLOAT32 * min(config.learner.logits_at_once or tokens, tokens) * shape.vocab}
+
+
+def _distributions(config: RunConfig, models: Models) -> dict[str, int]:
+    """What `kl.kind: full` keeps of each trained token, whatever `logits_at_once` is."""
+    kl = config.decided_algorithm.kl
+    if not kl.in_loss or kl.loss_kind != "full":
+        return {}
+    vocab = max(models.policy.vocab, models.reference.vocab if models.reference else 0)
+    compared = min(kl.top or vocab, vocab)
+    return {"distributions": COMPARED * config.learner.tokens_per_micro_batch * compared}
 
 
 def _together(rollout: Phase, update: Phase) -> Phase:

@@ -161,9 +161,11 @@ def arithmetic(config: RunConfig, rows: int | None) -> Arithmetic:
 
 
 def checkpoint_bytes(config: RunConfig, models: Models) -> int:
-    """One checkpoint on disk: weights in float32, and both moments of AdamW as `optim.state` keeps them."""
+    """One checkpoint on disk: weights in float32, their average if it teaches, and both moments of AdamW."""
     shape, critic = models.policy, 0
     adapter = 0 if config.learner.lora is None else FLOAT32 * trained_parameters(config, shape)
     if models.critic is not None:
         critic = FLOAT32 * models.critic.parameters + models.critic.moment_bytes(config.optim.state)
-    return FLOAT32 * shape.parameters + adapter + policy_moments(config, shape) + critic
+    averaged = config.teacher is not None and config.teacher.policy == "average" and config.algorithm.kl.coef > 0
+    weights = FLOAT32 * shape.parameters * (1 + averaged)
+    return weights + adapter + policy_moments(config, shape) + critic

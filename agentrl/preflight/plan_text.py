@@ -52,11 +52,15 @@ def _seconds(number: float) -> str:
     return f"{number:.0f} s" if number >= 10 else f"{number:.2g} s"
 
 
+def _dollars(number: float) -> str:
+    return f"${number:,.2f}" if number >= 1 else f"${number:.2g}"
+
+
 def _predicted(machine: Machine, found: Prediction) -> list[str]:
     return [
-        f"machine     {machine}, ${machine.price:.0f} per hour",
+        f"machine     {machine}, {_dollars(machine.price)} per hour",
         f"predicted   {_seconds(found.together)} per step: rollout {_seconds(found.rollout)}, "
-        f"update {_seconds(found.update)}, weights {_seconds(found.publish)}; ${found.dollars:.2f} per step",
+        f"update {_seconds(found.update)}, weights {_seconds(found.publish)}; {_dollars(found.dollars)} per step",
         f"            assumes decoding at {DECODE_SHARE:.0%} of the memory bandwidth, an MFU of {MFU:.0%} "
         f"({SMALL_MFU:.0%} below 2 B parameters), episodes that fill {FILLED:.0%} of their limits, "
         f"{HOST / 1e9:.0f} GB/s through host memory, {LINK_SHARE:.0%} of the links between ranks, and no time in "

@@ -115,8 +115,8 @@ def _update(config: RunConfig, models: Models, batch: Arithmetic, machine: Machi
     own = config.teacher is None or config.teacher.policy is not None
     frozen = models.policy if own else models.reference  # None: on a server
     if algorithm.kl.coef > 0 and frozen is not None:
-        again = epochs if config.decided_algorithm.kl.loss_kind == "full" and algorithm.kl.in_loss else 1
-        work.append(_Work(frozen, learner.reference_ranks or learner.ranks, float(again), 0, 1, 0))
+        looks = epochs if config.decided_algorithm.kl.loss_kind == "full" and algorithm.kl.in_loss else 1
+        work.append(_Work(frozen, learner.reference_ranks or learner.ranks, float(looks), 0, looks, 0))
     if config.critic is not None and models.critic is not None:
         passes = 1.0 + epochs * (3.0 + again)  # its values first
         ranks = config.critic.ranks or learner.ranks

@@ -63,6 +63,8 @@ def _relief(phase: Phase, name: str, config: RunConfig) -> str:
         long = config.rollout.token_budget > learner.micro_batch_tokens // 2
         room = ", and raise learner.sequence_ranks so that episodes still fit" if long else ""
         return f"{more}lower learner.tokens_per_micro_batch{room}"
+    if "distributions" in name:
+        return "set algorithm.kl.top (128, say), or lower learner.tokens_per_micro_batch"
     if "logits" in name:
         return "set learner.logits_at_once (1024, say)"
     if "gathered" in name:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import lcm
@@ -24,7 +25,7 @@ class ModelShape:
     Attributes:
         parameters: all of them, tied ones once.
         outer: parameters outside the blocks (embedding, output layer, last norm).
-        trained_matrices: for LoRA: (inputs, outputs) of each linear layer in the blocks, by the end of its name.
+        linear: for LoRA: name, inputs and outputs of each linear layer in the blocks.
     """
 
     kind: str
@@ -62,14 +63,9 @@ class ModelShape:
         check_model_folder(directory, f"model directory {str(directory)!r}")
         if (known := _known_decoder(directory / "config.json")) is not None:
             return known
-        from huggingface_hub.errors import StrictDataclassError
-        from transformers import AutoConfig
+        from agentrl.models.model_config import any_config
 
-        try:
-            config = AutoConfig.from_pretrained(directory, local_files_only=True)
-        except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as e:
-            raise ConfigError(f"{directory / 'config.json'}: {str(e)[:300]}") from e
-        return cls._of(config, str(directory))
+        return cls._of(any_config(directory, f"model directory {str(directory)!r}"), str(directory))
 
     @classmethod
     def of_tiny(cls, tiny: TinyModel) -> ModelShape:
@@ -91,10 +87,13 @@ class ModelShape:
     def _of(cls, config: Any, where: str) -> ModelShape:
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.pytorch_utils import Conv1D
 
-        from agentrl.models.model_config import layer_configs, refuse_config, state_layers
+        from agentrl.models.model_config import layer_configs, refuse_class, refuse_config, state_layers
 
         refuse_config(config, where)
+        if not state_layers(config):  # a rule says it of those
+            refuse_class(config, where)
         auto: Any = AutoModelForCausalLM
         text = max(layer_configs(config), key=_head_dim)  # layers may differ: planned are the widest heads
         for key in _AT_LEAST_ONE:
@@ -103,15 +102,16 @@ class ModelShape:
         try:
             with torch.device("meta"):  # shapes without storage
                 model = auto.from_config(config)
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ArithmeticError) as e:
+        except _MADE_NO_MODEL as e:
             raise ConfigError(f"{where}: not a causal language model that can be planned: {str(e)[:300]}") from e
         heads = int(getattr(text, "num_attention_heads", 1))  # a state-space model has none
-        blocks = {name: p.numel() for name, p in model.named_parameters() if ".layers." in name}
+        blocks = {name: p.numel() for name, p in model.named_parameters() if _IN_BLOCK.search(name)}
         total = sum(p.numel() for p in model.parameters())
+        head = model.get_output_embeddings()
         linear = tuple(
-            (name.rpartition(".")[2], module.in_features, module.out_features)
+            (name, *(module.weight.shape if isinstance(module, Conv1D) else reversed(module.weight.shape)))
             for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear) and ".layers." in name
+            if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
         )
         return cls(
             kind=str(config.model_type),
@@ -180,7 +180,7 @@ class ModelShape:
         return sum(
             moment_bytes(rank, inputs, state) + moment_bytes(outputs, rank, state)
             for name, inputs, outputs in self.linear
-            if targets == "all-linear" or name in targets
+            if targets == "all-linear" or any(f".{name}".endswith(f".{target}") for target in targets)
         )
 
     def lora_parameters(self, rank: int, targets: str | list[str]) -> int:
@@ -188,13 +188,20 @@ class ModelShape:
         return sum(
             rank * (inputs + outputs)
             for name, inputs, outputs in self.linear
-            if targets == "all-linear" or name in targets
+            if targets == "all-linear" or any(f".{name}".endswith(f".{target}") for target in targets)
         )
 
 
 _AT_LEAST_ONE = (
-    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "max_position_embeddings",
 )  # fmt: skip
+_MADE_NO_MODEL = (
+    LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError, AssertionError,
+)  # fmt: skip
+_IN_BLOCK = re.compile(r"\.[0-9]+\.")
+"""The name of what is in one of several blocks, `model.layers.0.` or `transformer.h.0.`."""
+_FIXED_ROTATIONS = ("default", "linear", "yarn", "llama3")
 KNOWN = PLAIN_DECODERS
 """Families that are counted by arithmetic: transformers, which counts all others, takes seconds to import."""
 
@@ -220,13 +227,13 @@ class _Decoder:
         """Its parameters, as transformers makes them."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         linear = (
-            ("q_proj", self.hidden, queries),
-            ("k_proj", self.hidden, keys),
-            ("v_proj", self.hidden, keys),
-            ("o_proj", queries, self.hidden),
-            ("gate_proj", self.hidden, self.intermediate),
-            ("up_proj", self.hidden, self.intermediate),
-            ("down_proj", self.intermediate, self.hidden),
+            ("self_attn.q_proj", self.hidden, queries),
+            ("self_attn.k_proj", self.hidden, keys),
+            ("self_attn.v_proj", self.hidden, keys),
+            ("self_attn.o_proj", queries, self.hidden),
+            ("mlp.gate_proj", self.hidden, self.intermediate),
+            ("mlp.up_proj", self.hidden, self.intermediate),
+            ("mlp.down_proj", self.intermediate, self.hidden),
         )
         block = sum(inputs * outputs for _, inputs, outputs in linear) + 2 * self.hidden  # and two norms
         if self.kind == "qwen3":
@@ -250,7 +257,11 @@ class _Decoder:
             head_dim=self.head_dim,
             vocab=self.vocab,
             max_context=self.max_context,
-            linear=linear * self.layers,
+            linear=tuple(
+                (f"model.layers.{layer}.{name}", inputs, outputs)
+                for layer in range(self.layers)
+                for name, inputs, outputs in linear
+            ),
         )
 
 
@@ -265,7 +276,9 @@ def _known_decoder(file: Path) -> ModelShape | None:
         return None
     if not isinstance(given, dict) or given.get("model_type") not in KNOWN or "quantization_config" in given:
         return None
-    kind = given["model_type"]
+    kind, rope = given["model_type"], given.get("rope_parameters") or given.get("rope_scaling") or {}
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) not in _FIXED_ROTATIONS:
+        return None
     keys = {
         "hidden": "hidden_size",
         "intermediate": "intermediate_size",
@@ -339,7 +352,7 @@ def classifier_parameters(directory: Path) -> int:
 
     auto: Any = AutoModelForSequenceClassification
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):  # shapes without storage
             model = auto.from_config(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as e:

@@ -183,6 +183,7 @@ def make_smoke_model(target: Path, source: Path, corpus: Iterable[str], *, seed:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    from agentrl.models.model_config import any_config
     from agentrl.models.tiny import make_tokenizer
 
     if (source / "tokenizer.json").is_file():
@@ -192,10 +193,10 @@ def make_smoke_model(target: Path, source: Path, corpus: Iterable[str], *, seed:
                 shutil.copyfile(file, target / file.name)
     else:
         make_tokenizer(target, corpus, vocab=640, max_context=4096)
-    tokenizer = AutoTokenizer.from_pretrained(target)
     try:
+        tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=False)
         if (source / "config.json").is_file():
-            shape = AutoConfig.from_pretrained(source)
+            shape = any_config(source, f"model.path {source}")
         else:
             shape = AutoConfig.for_model("qwen3_moe" if _EXPERTS.search(source.name) else "qwen3")
         shape = getattr(shape, "text_config", shape)

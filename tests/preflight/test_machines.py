@@ -187,7 +187,7 @@ def test_experts_that_a_token_does_not_meet_cost_no_time(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("8xH1000", "unknown card 'H1000'"),
+        ("8xH1000", "unknown card 'H1000'.*; for another card, give its memory with --memory GIB"),
         ("8xA100", "say which: A100-40GB or A100-80GB"),
         ("0xH100", "write NUMBERxCARD"),
         ("eight H100s", "write NUMBERxCARD"),
@@ -198,7 +198,24 @@ def test_a_machine_that_nobody_knows(text: str, said: str):
         machine_of(text)
 
 
+def test_small_machines_have_a_price(tmp_path: Path):
+    path = folder(tmp_path / "model", "0.6b")
+    command = ["plan", str(ROOT / "configs/qwen3-0.6b-calculator.yaml"), "--set", f"model.path={path}", "--gpus"]
+    assert "1 x RTX4090, $0.5 per hour" in CliRunner().invoke(app, [*command, "RTX4090"]).stdout
+    assert "2 x L4, $1.60 per hour" in CliRunner().invoke(app, [*command, "2xL4"]).stdout
+
+
+def test_a_reference_does_not_slow_the_critic(tmp_path: Path):
+    ppo = ("algorithm.advantage=gae", "learner.checkpoint_activations=false")
+    shared = plan_of(tmp_path, "8xH100-80GB", "learner.checkpoint_activations=false").prediction.update
+    critic = plan_of(tmp_path, "8xH100-80GB", *ppo).prediction.update - shared
+    one = plan_of(tmp_path, "8xH100-80GB", "learner.checkpoint_activations=false", "algorithm.kl.coef=0.01")
+    both = plan_of(tmp_path, "8xH100-80GB", *ppo, "algorithm.kl.coef=0.01")
+    assert both.prediction.update - one.prediction.update == pytest.approx(critic)
+
+
 def test_names_of_machines():
+    assert str(machine_of("8XH100")) == "8 x H100-80GB"
     assert str(machine_of("8xh100", 2)) == "2 nodes of 8 x H100-80GB"
     assert machine_of("H200-141GB").total == 1
     for wrong in (["--nodes", "2"], ["--gpus", "H100", "--memory", "80"]):

@@ -104,12 +104,60 @@ def test_memory_of_the_update_by_hand(tmp_path: Path):
     shard = LARGE * 4 // 8
     assert (parts["parameters"], parts["gradients"], parts["optimizer"]) == (shard, shard, 2 * shard)
     assert parts["reference"] == shard
-    assert parts["gathered"] == 2 * (1_244_663_808 + 2 * 192_946_432) + 4 * 192_946_432
+    outer = 2 * 1_244_663_808  # the reference's stays gathered, too
+    assert parts["gathered"] == 2 * (outer + 2 * 192_946_432) + 4 * 192_946_432
     one_block = 2 * (6 * 4096 + (4 * 32 + 6 * 8) * 128 + 4 * 12288)
     assert parts["activations"] == 16384 * (36 * 4096 * 2 + one_block)
-    assert parts["logits"] == 3 * 4 * 1024 * 151936
+    assert parts["logits"] == 5 * 4 * 1024 * 151936
     assert plan.checkpoint_bytes == 12 * LARGE
     assert plan.checkpoints_bytes == 4 * plan.checkpoint_bytes
+
+
+def test_whole_distributions_and_an_average_are_counted(tmp_path: Path):
+    def planned(kl: dict[str, Any], **more: Any) -> Any:
+        made = run(tmp_path, learner={"tokens_per_micro_batch": 8192}, algorithm={"kl": kl}, **more)
+        return make_plan(made, memory_bytes=80 * GIB, gpu=True)
+
+    plain = planned({"coef": 0.1})
+    whole = planned({"coef": 0.1, "kind": "full", "top": 0})
+    assert "distributions" not in plain.phases[1].parts
+    assert whole.phases[1].parts["distributions"] == 44 * 8192 * 151936
+    assert "set algorithm.kl.top" in next(f.fix for f in whole.findings if f.code == "PL01")
+    few = planned({"coef": 0.1, "kind": "full", "top": 64})
+    assert few.phases[1].parts["distributions"] == 44 * 8192 * 64
+    average = planned({"coef": 0.1}, teacher={"policy": "average", "hint": "solved"})
+    assert average.checkpoint_bytes == plain.checkpoint_bytes + 4 * SMALL
+
+
+def test_the_largest_pass_on_a_rank_counts(tmp_path: Path):
+    learner = {"ranks": 8, "precision": "bfloat16", "checkpoint_activations": True}
+    kl, teacher = {"kl": {"coef": 1.0}}, str(model(tmp_path / "teacher", "8B"))
+    plan = make_plan(
+        run(tmp_path, learner=learner, algorithm=kl, teacher={"path": teacher}), memory_bytes=80 * GIB, gpu=True
+    )
+    parts = plan.phases[1].parts
+    assert parts["reference"] == 4 * LARGE // 8
+    assert parts["gathered"] == 2 * (1_244_663_808 + 2 * 192_946_432) + 4 * 192_946_432, "the teacher's"
+
+
+@pytest.mark.parametrize("targets", ["q_proj", "self_attn.q_proj", "model.layers.0.self_attn.q_proj"])
+def test_adapters_of_named_layers_are_counted_as_they_are_made(tmp_path: Path, targets: str):
+    from agentrl.config.run import LoRAConfig
+    from agentrl.learner.lora import add_adapter
+
+    directory = write_model(tmp_path, seed=0, hidden=64, layers=2)
+    adapted = add_adapter(
+        load_policy(directory, torch.device("cpu")), LoRAConfig(rank=4, targets=[targets]), None, values=True
+    )
+    made = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
+    assert made == ModelShape.of_directory(directory).lora_parameters(4, [targets])
+
+
+def test_blocks_and_adapters_of_older_models_are_counted(tmp_path: Path):
+    AutoConfig.for_model("gpt2", n_embd=64, n_layer=4, n_head=4, vocab_size=1000).save_pretrained(tmp_path)
+    shape = ModelShape.of_directory(tmp_path)
+    assert shape.block == 12 * 64 * 64 + 13 * 64
+    assert shape.lora_parameters(2, "all-linear") == 4 * 2 * (4 + 2 + 5 + 5) * 64
 
 
 def test_adapters_cost_little(tmp_path: Path):
@@ -299,8 +347,53 @@ def test_a_model_that_is_none_is_one_error(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         ModelShape.of_directory(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
-    with pytest.raises(ConfigError, match=r"config\.json: "):
+    with pytest.raises(ConfigError, match=r"config\.json cannot be used: "):
         ModelShape.of_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rotary embeddings of type 'dynamic'"),
+        ({"max_position_embeddings": 0}, "says max_position_embeddings: 0"),
+        ({"intermediate_size": 0}, "says intermediate_size: 0"),
+        ({"quantization_config": ["fp8"]}, "cannot be used: AttributeError"),
+        ({"model_type": "smollm3", "pad_token_id": 200_000}, "Padding_idx must be within"),
+        ({"model_type": "gptj"}, "does not use transformers' AttentionInterface"),
+    ],
+)
+def test_models_that_do_not_train_are_not_planned(tmp_path: Path, changes: dict[str, Any], said: str):
+    file = model(tmp_path, "0.6B") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ConfigError, match=said):
+        ModelShape.of_directory(tmp_path)
+
+
+def test_a_nested_config_is_one_error(tmp_path: Path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="cannot be used: RecursionError"):
+        ModelShape.of_directory(tmp_path)
+
+
+@pytest.mark.parametrize("command", [["plan"], ["train", "--smoke"]])
+def test_code_of_a_model_folder_is_never_run(tmp_path: Path, command: list[str]):
+    """transformers would ask whether to, and run it after a yes."""
+    folder, ran = tmp_path / "model", tmp_path / "ran"
+    folder.mkdir()
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}}
+    (folder / "config.json").write_text(json.dumps(own))
+    (folder / "own.py").write_text(
+        f"open({str(ran)!r}, 'w').close()\n"
+        "from transformers import PretrainedConfig\nclass Own(PretrainedConfig):\n    model_type = 'own'\n"
+    )
+    yaml = tmp_path / "tools.yaml"
+    yaml.write_text("env: agentrl.envs.calculator:Calculator\nmodel: {path: model}\nname: own\n")
+    called = [sys.executable, "-m", "agentrl", command[0], str(yaml), *command[1:]]
+    done = subprocess.run(called, input="y\n" * 9, capture_output=True, text=True, cwd=tmp_path)
+    assert not ran.exists()
+    assert done.returncode == 2
+    assert "agentrl runs no code from model folders" in done.stderr
+    assert "Do you wish" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
