@@ -15,7 +15,7 @@ from torch import Tensor
 from agentrl.engine.servers.delta_sync import DeltaSync
 from agentrl.engine.servers.http import ServerLost
 from agentrl.engine.servers.inside.agentrl_weight_delta import changed as apply
-from agentrl.engine.servers.inside.agentrl_weight_delta import decode, encode, fingerprint, load
+from agentrl.engine.servers.inside.agentrl_weight_delta import decode, encode, fingerprint, load, statement
 from agentrl.errors import EngineError
 from tests.engine.test_weight_delta import Fused, changed, weights_of
 
@@ -136,6 +136,29 @@ async def test_a_part_that_was_lost_on_the_way_is_found():
     load(model, [encode(name, old[name], new[name]) for name in old if name != "split"])
     with pytest.raises(RuntimeError, match="split: the weight is not the one that the changes are for"):
         load(model, [encode(name, new[name], newest[name]) for name in old])
+
+
+@pytest.mark.parametrize("name", ["q", "split", "n"])
+@pytest.mark.parametrize("share", [0.03, 1.0])
+def test_bytes_that_were_damaged_on_the_way_are_found(name, share):
+    old = weights_of()
+    new, model = changed(old, share), Fused(old)
+    load(model, [statement(encode(each, old[each], old[each])[0]) for each in old])
+    header, packed = encode(name, old[name], new[name])
+    for at in range(0, len(packed), 7):
+        damaged = packed.clone()
+        damaged[at] ^= 1 << at % 8
+        with pytest.raises(RuntimeError, match=f"{name}: the changes were damaged on the way"):
+            load(model, [(header, damaged)])
+    assert model.holds(old)
+    load(model, [(header, packed)])
+    assert model.holds(old | {name: new[name]})
+
+
+async def test_integers_are_refused():
+    weights = weights_of() | {"steps": torch.tensor(3)}
+    with pytest.raises(EngineError, match=r"steps is torch\.int64; use engine\.sync disk or tensor"):
+        await a_sync()[0].push([], weights, 0)
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])

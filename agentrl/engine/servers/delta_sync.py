@@ -53,7 +53,7 @@ class DeltaSync:
         """Bring weights to servers and return those that failed.
 
         Raises:
-            EngineError: a weight is not a number.
+            EngineError: a weight is NaN or an integer.
         """
         changes, moved = await asyncio.to_thread(self._changes, weights)
         due = version != self._version and self._since_full + 1 >= self._full_every
@@ -85,6 +85,11 @@ class DeltaSync:
         None instead if they are not all comparable: nothing was sent, or names, types or shapes are others.
         """
         for name, tensor in weights.items():
+            if not tensor.is_floating_point():
+                raise EngineError(
+                    "the weights cannot be sent: engine.sync delta compares floating-point numbers, and "
+                    f"{name} is {tensor.dtype}; use engine.sync disk or tensor"
+                )
             if bool(torch.isnan(tensor).any()):
                 raise EngineError(f"the weights cannot be sent: {name} contains NaN")
         alike = {n: (t.dtype, t.shape) for n, t in weights.items()} == {

@@ -2,8 +2,9 @@
 
 Between two steps at the learning rates of reinforcement learning, 1 to 3 % of bfloat16 weights change at all. A
 change is the new bit pattern of a weight; positions are stored per block of 256 weights, so that a change of a
-bfloat16 weight costs three bytes. Every tensor, changed or not, comes with a fingerprint of the result, which the
-server checks; of a tensor that it holds in parts, it checks that nothing else has written the parts in between.
+bfloat16 weight costs three bytes. Every tensor, changed or not, comes with fingerprints of the bytes sent and of
+the result, which the server checks; of a tensor that it holds in parts, it checks instead of the result that
+nothing else has written the parts in between.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 BLOCK = 256
 _CHUNK = 1 << 15
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -73,7 +74,7 @@ def encode(name: str, old: Tensor, new: Tensor, base: int | None = None) -> tupl
     """
     before, after = _bits(old), _bits(new)
     where = torch.nonzero(before != after).squeeze(1)
-    head: dict[str, object] = {
+    head: dict[str, Any] = {
         "name": name,
         "type": str(new.dtype).removeprefix("torch."),
         "shape": list(new.shape),
@@ -82,26 +83,36 @@ def encode(name: str, old: Tensor, new: Tensor, base: int | None = None) -> tupl
         "count": where.numel(),
     }
     if not where.numel():
-        return json.dumps(head), torch.empty(0, dtype=torch.uint8)
+        return _message(head, torch.empty(0, dtype=torch.uint8))
     blocks = -(-after.numel() // BLOCK)
     if 2 * blocks + where.numel() * (1 + new.element_size()) >= new.nbytes:
-        return json.dumps(head | {"whole": True}), after.view(torch.uint8).cpu()
+        return _message(head | {"whole": True}, after.view(torch.uint8))
     counts = torch.bincount(where // BLOCK, minlength=blocks).to(torch.int16)
     parts = [counts.view(torch.uint8), (where % BLOCK).to(torch.uint8), after[where].view(torch.uint8)]
-    return json.dumps(head), torch.cat(parts).cpu()
+    return _message(head, torch.cat(parts))
+
+
+def _message(head: dict[str, Any], packed: Tensor) -> tuple[str, Tensor]:
+    return json.dumps(head | {"packed": fingerprint(packed)}), packed.cpu()
 
 
 def statement(header: str) -> tuple[str, Tensor]:
     """Return what `encode` would for a server that has just got the new weights: they are the ones to have."""
     head = json.loads(header) | {"base": None, "count": 0}
     head.pop("whole", None)
-    return json.dumps(head), torch.empty(0, dtype=torch.uint8)
+    return _message(head, torch.empty(0, dtype=torch.uint8))
 
 
 def decode(head: dict[str, Any], packed: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return a tensor of the changed weights, with NaN for the others."""
+    """Return a tensor of the changed weights, with NaN for the others.
+
+    Raises:
+        RuntimeError: the bytes are not those that were sent.
+    """
     dtype, shape, count = getattr(torch, head["type"]), head["shape"], int(head["count"])
     packed = packed.to(device) if device is not None else packed
+    if fingerprint(packed) != head["packed"]:
+        raise RuntimeError(f"{head['name']}: the changes were damaged on the way")
     if head.get("whole"):
         return packed.clone().view(dtype).view(shape)
     dense = torch.full(shape, float("nan"), dtype=dtype, device=packed.device)
