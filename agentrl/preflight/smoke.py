@@ -49,21 +49,30 @@ SMALL: dict[str, Any] = {
 }
 """Sizes of a tiny model; of an architecture only those that its configuration has are set."""
 SMALL_ROLLOUT = {"group_size": 2, "max_turns": 2, "max_tokens": 16, "token_budget": 4096}
+_MARK = "smoke"
+"""An empty file that tells the folder of a smoke run from others, whose content is not removed."""
 _EXPERTS = re.compile(r"-A\d+B")
 """What names of models with experts say: parameters in total, and active ones."""
 
 
 def empty_folder(folder: Path) -> None:
-    """Remove an earlier smoke run.
+    """Make the folder of a smoke run, and remove an earlier run from it.
 
     Raises:
-        ConfigError: the folder holds something else.
+        ConfigError: the folder holds something else, or cannot be made.
     """
-    if folder.exists() and {entry.name for entry in folder.iterdir()} - {"model", "run"}:
-        raise ConfigError(
-            f"{folder} is not the folder of a smoke run, so it is not replaced: give another --run-dir"
-        )
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        names = {entry.name for entry in folder.iterdir()}
+        if names and (_MARK not in names or names - {_MARK, "model", "run"}):
+            raise ConfigError(
+                f"{folder} is not the folder of a smoke run, so it is not replaced: give another --run-dir"
+            )
+        for name in names - {_MARK}:
+            shutil.rmtree(folder / name)
+        (folder / _MARK).touch()
+    except OSError as e:
+        raise ConfigError(f"{folder} cannot hold a run: {e.strerror}; give another --run-dir") from e
 
 
 def smoke_config(path: Path, overrides: Sequence[str], folder: Path) -> RunConfig:
@@ -215,6 +224,8 @@ def _shrink(shape: PretrainedConfig, vocabulary: int) -> None:
     for key, value in SMALL.items():
         if isinstance(getattr(shape, key, None), int):
             setattr(shape, key, value)
+    if isinstance(getattr(shape, "kv_lora_rank", None), int):  # latent attention: a key for each query
+        shape.num_key_value_heads, shape.head_dim = shape.num_attention_heads, shape.qk_rope_head_dim
     if getattr(shape, "layer_types", None):
         shape.layer_types = _some_of_each(shape.layer_types, shape.num_hidden_layers)
     shape.vocab_size, shape.bos_token_id, shape.dtype = vocabulary, None, "float32"

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig
 from typer.testing import CliRunner, Result
 
 from agentrl.cli.app import app
-from agentrl.preflight.smoke import smoke_config
+from agentrl.learner.policy_model import load_policy
+from agentrl.preflight.smoke import make_smoke_model, smoke_config
 from tests.preflight.test_machines import MODELS, RECIPES, ROOT, folder
 
 BY_RECIPE = {recipe: model for recipe, model, *_ in RECIPES}
@@ -51,6 +54,12 @@ def test_what_is_no_smoke_run_stays(tmp_path: Path):
     result = smoke(ROOT / "configs/qwen3-8b-8gpu.yaml", tmp_path)
     assert "is not the folder of a smoke run" in str(result.exception)
     assert (tmp_path / "thesis.txt").exists()
+    (tmp_path / "own/model").mkdir(parents=True)
+    result = smoke(ROOT / "configs/qwen3-8b-8gpu.yaml", tmp_path / "own")
+    assert "is not the folder of a smoke run" in str(result.exception)
+    assert (tmp_path / "own/model").exists()
+    result = smoke(ROOT / "configs/qwen3-8b-8gpu.yaml", tmp_path / "thesis.txt/run")
+    assert "thesis.txt/run cannot hold a run: Not a directory; give another --run-dir" in str(result.exception)
     both = CliRunner().invoke(app, ["train", str(ROOT / "configs/qwen3-8b-8gpu.yaml"), "--smoke", "--fresh"])
     assert "--smoke excludes" in str(both.exception)
 
@@ -125,3 +134,11 @@ def test_envs_that_have_their_own_evaluation_are_made_small(tmp_path: Path):
     file.write_text(f"envs:\n  a: {{use: '{use}', {own}}}\n  b: {{use: '{use}', {own}}}\nmodel: {{tiny: {{}}}}\n")
     config = smoke_config(file, [], tmp_path / "smoke")
     assert [(view.eval.every, view.eval.tasks) for view in config.by_env.values()] == [(1, 2)] * 2
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_latent_attention_is_made_small_as_a_whole(tmp_path: Path, family: str):
+    AutoConfig.for_model(family, num_experts_per_tok=6).save_pretrained(tmp_path)
+    make_smoke_model(tmp_path / "small", tmp_path, ["some text for the tokenizer"])
+    policy = load_policy(tmp_path / "small", torch.device("cpu"))
+    assert policy.config.num_key_value_heads == policy.config.num_attention_heads == 4
