@@ -159,7 +159,8 @@ def _publish(config: RunConfig, shape: ModelShape, machine: Machine) -> float:
     number, split = engines(config), config.engine.server.tensor_parallel
     lora = config.learner.lora
     adapter = config.engine.sync == "lora" and lora is not None
-    sent = BFLOAT16 * (shape.lora_parameters(lora.rank, lora.targets) if adapter and lora else shape.parameters)
+    numbers = shape.lora_parameters(lora.rank, lora.targets) if adapter and lora else shape.parameters
+    sent = engine_bytes(config) * numbers
     gathered = FLOAT32 * shape.parameters / HOST if config.learner_on_ray and not adapter else 0.0
     if not config.engine.on_servers:
         if config.learner_on_ray or lora is not None or config.learner.cpu_offload:  # by way of host memory
@@ -168,8 +169,8 @@ def _publish(config: RunConfig, shape: ModelShape, machine: Machine) -> float:
     sync = config.engine.resolved_sync
     if sync in ("disk", "lora"):
         return gathered + sent * (1 + number) / DISK
-    by_value = config.learner_on_ray or config.engine.server.launch == "ray" or bool(config.engine.server.urls)
-    if sync in ("tensor", "delta") and by_value:
-        changed = CHANGED + (1 - CHANGED) / config.engine.server.full_every if sync == "delta" else 1.0
+    changed = CHANGED + (1 - CHANGED) / config.engine.server.full_every if sync == "delta" else 1.0
+    elsewhere = config.learner_on_ray or config.engine.server.launch == "ray" or bool(config.engine.server.urls)
+    if sync != "broadcast" and (elsewhere or config.engine.kind == "vllm"):  # by value
         return gathered + changed * sent * number / HOST
-    return gathered + sent * number / (machine.link * 0.5 * split)
+    return gathered + changed * sent * number / (machine.link * 0.5 * split)

@@ -337,9 +337,17 @@ def named_machine(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFind
         has = "has" if total - needed == 1 else "have"
         text = f"{total - needed} of the {total} GPUs of {plan.machine} {has} no work"
         yield PlanFinding("PL17", "warning", text, "raise learner.ranks or engine.server.replicas")
-    if started and server.tensor_parallel > plan.machine.gpus:
-        text = f"a server is split over {server.tensor_parallel} GPUs, and a node has {plan.machine.gpus}"
-        yield PlanFinding("PL17", "warning", text, "lower engine.server.tensor_parallel to what a node has")
+    per_node = plan.machine.gpus // server.tensor_parallel
+    if started and not per_node:
+        text = f"a server of {server.tensor_parallel} GPUs runs on one node, and a node has {plan.machine.gpus}"
+        yield PlanFinding("PL17", "error", text, "lower engine.server.tensor_parallel to what a node has")
+    elif started and server.launch == "ray" and server.replicas > per_node * plan.machine.nodes:
+        text = (
+            f"{server.replicas} servers of {server.tensor_parallel} GPUs, each on one node, do not fit on "
+            f"{plan.machine}, which have room for {per_node * plan.machine.nodes}"
+        )
+        fix = "lower engine.server.replicas, or set engine.server.tensor_parallel to a divisor of a node's GPUs"
+        yield PlanFinding("PL17", "error", text, fix)
 
 
 def _shared_gpus(config: RunConfig, machine: Machine) -> Iterator[PlanFinding]:

@@ -285,6 +285,40 @@ def test_what_changed_is_sent_sooner_than_everything(tmp_path: Path):
     assert delta < whole < 60
 
 
+def test_vllm_gets_tensors_by_value(tmp_path: Path):
+    arguments = (tmp_path, "qwen3-0.6b-sglang", "0.6b", "2xH100", "engine.sync=tensor")
+    by_handle, by_value = (planned(*arguments, f"engine.kind={kind}")["prediction"] for kind in ("sglang", "vllm"))
+    assert by_value["publish"] == pytest.approx(2 * 596_049_920 / 3e9)
+    assert by_handle["publish"] < 0.1 * by_value["publish"]
+    whole = planned(*arguments, "engine.kind=vllm", "engine.dtype=float32")["prediction"]
+    assert whole["publish"] == pytest.approx(4 * 596_049_920 / 3e9)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nodes", "split", "replicas", "said"),
+    [
+        ("4xH100", 4, 8, 1, "a server of 8 GPUs runs on one node, and a node has 4"),
+        (
+            "6xH100",
+            3,
+            4,
+            4,
+            "4 servers of 4 GPUs, each on one node, do not fit on 3 nodes of 6 x H100-80GB, which",
+        ),
+        ("6xH100", 3, 4, 3, None),
+    ],
+)
+def test_a_server_is_on_one_node(
+    tmp_path: Path, gpus: str, nodes: int, split: int, replicas: int, said: str | None
+):
+    path = folder(tmp_path / "model", "8b")
+    overrides = [f"engine.server.tensor_parallel={split}", f"engine.server.replicas={replicas}", "ray=auto"]
+    overrides += [f"model.path={path}", "learner.ranks=2"]
+    plan = make_plan(load_config(ROOT / "configs/qwen3-8b-8gpu.yaml", overrides), machine=machine_of(gpus, nodes))
+    found = [f.text for f in plan.findings if f.code == "PL17" and f.level == "error"]
+    assert found == [] if said is None else any(text.startswith(said) for text in found), found
+
+
 def test_models_with_ranks_of_their_own_take_their_time(tmp_path: Path):
     arguments = (tmp_path, "qwen3-8b-8gpu", "8b", "8xH100")
     shared = planned(*arguments, "algorithm.kl.coef=0.01")["prediction"]["update"]
