@@ -48,7 +48,8 @@ class Models:
         policy = ModelShape.of_tiny(tiny) if tiny else ModelShape.of_directory(Path(config.model.path or ""))
         value = None
         if critic is not None:
-            value = policy if critic.path is None else ModelShape.of_directory(Path(critic.path))
+            body = policy if critic.path is None else ModelShape.of_directory(Path(critic.path))
+            value = body.as_critic()
         asked = scorer is not None and scorer.kind == "classifier"
         return cls(
             policy,

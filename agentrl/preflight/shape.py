@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ class ModelShape:
     vocab: int
     max_context: int
     linear: tuple[tuple[str, int, int], ...] = ()
+    head: int = 0
+    """Parameters of the output layer, if it does not share those of the embedding."""
     routed: int = 0
     """Parameters of the experts that a router chooses from."""
     experts: tuple[int, int] = (1, 1)
@@ -129,10 +131,16 @@ class ModelShape:
             vocab=int(text.vocab_size),
             max_context=int(getattr(text, "max_position_embeddings", 2**31)),
             linear=linear,
+            head=0 if head is None or head.weight is model.get_input_embeddings().weight else head.weight.numel(),
             routed=_routed(text, blocks),
             experts=_experts(text),
             state_layers=tuple(state_layers(config)),
         )
+
+    def as_critic(self) -> ModelShape:
+        """Of a value model with this body: one number for each token instead of the output layer."""
+        more = self.hidden + 1 - self.head
+        return replace(self, parameters=self.parameters + more, outer=self.outer + more, head=self.hidden + 1)
 
     @property
     def active(self) -> int:
@@ -262,6 +270,7 @@ class _Decoder:
                 for layer in range(self.layers)
                 for name, inputs, outputs in linear
             ),
+            head=0 if self.tied else self.vocab * self.hidden,
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForTokenClassification
 from typer.testing import CliRunner
 
 from agentrl.cli.app import app
@@ -160,6 +160,18 @@ def test_blocks_and_adapters_of_older_models_are_counted(tmp_path: Path):
     assert shape.lora_parameters(2, "all-linear") == 4 * 2 * (4 + 2 + 5 + 5) * 64
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_a_critic_is_counted_as_it_is_made(tmp_path: Path, family: str, tied: bool):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 500, "head_dim": 16}
+    config = AutoConfig.for_model(family, **sizes, num_attention_heads=4, num_key_value_heads=2, num_labels=1)
+    config.tie_word_embeddings = tied
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        made = AutoModelForTokenClassification.from_config(config)
+    assert ModelShape.of_directory(tmp_path).as_critic().parameters == sum(p.numel() for p in made.parameters())
+
+
 def test_adapters_cost_little(tmp_path: Path):
     plan = make_plan(run(tmp_path, "8B", learner={"lora": {"rank": 16}}), memory_bytes=80 * GIB, gpu=True)
     parts = next(phase for phase in plan.phases if phase.name == "update").parts
@@ -186,7 +198,8 @@ def test_models_apart_have_devices_and_memory_of_their_own(tmp_path: Path):
     assert "optimizer" not in left["reference"]
     one_block = 2 * (6 * 4096 + (4 * 32 + 6 * 8) * 128 + 4 * 12288)
     assert left["reference"]["activations"] == 16384 * one_block, "nothing is kept for a backward pass"
-    assert (left["critic"]["parameters"], left["critic"]["optimizer"]) == (LARGE * 4 // 3, 2 * (LARGE * 4 // 3))
+    critic = (LARGE - 151_936 * 4096 + 4096 + 1) * 4  # a number instead of the output layer
+    assert (left["critic"]["parameters"], left["critic"]["optimizer"]) == (critic // 3, 2 * critic // 3)
     weights = held["scoring"]["reward model"]
     assert weights == 4 * (SMALL + 2 * 1024), "the body, and a head of two labels"
     assert "reference: 2 ranks, one GPU and 1/2 of the model each, its own" in apart.placement
