@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.names import names_of
 from bench.shared.verdict import finish
 
 HERE = Path(__file__).parent
@@ -55,7 +56,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--start", type=Path, help="the policy that all begin with")
-    parser.add_argument("--only", default=",".join(ALGORITHMS), help="names, with commas between")
+    parser.add_argument(
+        "--only", type=names_of(ALGORITHMS), default=",".join(ALGORITHMS), help="names, with commas between"
+    )
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--runs", type=Path, default=Path("runs/algorithms"), help="folder of the run folders")
     parser.add_argument("--quick", action="store_true", help="one small step each, untrained: under a minute")

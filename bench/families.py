@@ -423,6 +423,10 @@ def main() -> int:
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     chosen = [f for f in FAMILIES if (f.quick or not arguments.quick) and arguments.only in (None, f.model_type)]
+    if not chosen:
+        parser.error(
+            f"--only: there is no family of model type {arguments.only!r}{' in --quick' * arguments.quick}"
+        )
     started, found = time.perf_counter(), list[Finding]()
     for family in chosen:
         with tempfile.TemporaryDirectory() as folder:

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # it is missing with `python -m` or when loaded by a path
+from bench.shared.names import names_of
 from bench.shared.verdict import finish, no_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -218,14 +219,14 @@ def device(smoke: bool) -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS), help="which, by comma (default: all)")
+    parser.add_argument(
+        "--parts", type=names_of(PARTS), default=",".join(PARTS), help="which, by comma (default: all)"
+    )
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the raw files")
     parser.add_argument("--quick", action="store_true", help="pause and drift only")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
     args = parser.parse_args()
     names = ["pause", "drift"] if args.quick else args.parts.split(",")
-    if unknown := [name for name in names if name not in PARTS]:
-        parser.error(f"--parts: there is no {unknown[0]!r}; there are {', '.join(PARTS)}")
     os.environ |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": _path()}
     where = device(args.smoke)
     if where is None:

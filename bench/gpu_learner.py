@@ -45,6 +45,7 @@ from agentrl.preflight.shape import ModelShape
 from agentrl.types import Sample
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # it is missing with `python -m` or when loaded by a path
+from bench.shared.names import names_of
 from bench.shared.qwen3_shapes import SHAPES
 from bench.shared.random_policy import LORA, open_learner, write_config
 from bench.shared.verdict import finish, no_gpu
@@ -154,9 +155,9 @@ def cells(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="0.6B,1.7B,8B")
+    parser.add_argument("--shapes", type=names_of(SHAPES), default="0.6B,1.7B,8B")
     parser.add_argument("--lengths", default="8192,32768", help="tokens of a row")
-    parser.add_argument("--train", default="full,lora")
+    parser.add_argument("--train", type=names_of(("full", "lora")), default="full,lora")
     parser.add_argument("--attention", default="auto", help="learner.attention")
     parser.add_argument("--micro-batch-tokens", type=int, default=32768, help="a row at least")
     parser.add_argument("--micro-batches", type=int, default=2, help="of a step")

@@ -31,7 +31,8 @@ from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.types import Sampling
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # it is missing with `python -m` or when loaded by a path
-from bench.shared.qwen3_shapes import qwen3_config
+from bench.shared.names import names_of
+from bench.shared.qwen3_shapes import SHAPES, qwen3_config
 from bench.shared.verdict import finish, no_gpu
 
 OUT = Path(__file__).parent / "results" / "gpu_rollout.json"
@@ -145,7 +146,7 @@ def graph_choices(args: argparse.Namespace, device: torch.device) -> tuple[bool,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="0.6B,1.7B,8B")
+    parser.add_argument("--shapes", type=names_of(SHAPES), default="0.6B,1.7B,8B")
     parser.add_argument("--sequences", default="1,64,256")
     parser.add_argument("--context", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=256, help="tokens decoded after it")

@@ -34,6 +34,7 @@ from agentrl.testing.sandbox_suite.hostile import PROGRAMS
 from agentrl.testing.sandbox_suite.stage import Unseen
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.names import names_of
 from bench.shared.verdict import finish
 
 ORDINARY_USER, SYSTEM_PYTHON = 23456, "/usr/bin/python3"
@@ -54,6 +55,9 @@ class Row:
     succeeded: dict[str, str] = field(default_factory=dict)
     not_promised: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+
+
+ROWS = ("namespace", "user", "landlock", "docker")
 
 
 def specs() -> dict[str, Sandbox]:
@@ -141,11 +145,13 @@ async def main() -> int:
     """Run what was asked for; the exit status is 0 when no attack succeeded."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--rows", default="namespace,user,landlock,docker")
+    parser.add_argument("--rows", type=names_of(ROWS), default=",".join(ROWS))
     parser.add_argument("--only", default="")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     checks = [c for c in sandbox_checks() if c.kind in KINDS and asked.only in c.name]
+    if not checks:
+        parser.error(f"--only: no attack has {asked.only!r} in its name")
     rows: list[Row] = []
     missing: dict[str, str] = {}
     names = asked.rows.split(",")

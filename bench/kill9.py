@@ -29,6 +29,7 @@ from agentrl.run_folder import checkpoints
 from agentrl.run_folder.records import read_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.names import names_of
 from bench.shared.verdict import finish
 
 ENV = '''
@@ -204,11 +205,17 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--kinds", help="moment, checkpoint, rank: in turn, with commas between")
+    parser.add_argument(
+        "--kinds",
+        type=names_of(("moment", "checkpoint", "rank")),
+        help="moment, checkpoint, rank: in turn, with commas between",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="two kills of a run of ten steps: under a minute")
     options = parser.parse_args()
+    if options.kills < 1:
+        parser.error(f"--kills: {options.kills}; at least 1 is needed to compare")
     if options.quick:
         options.kills, options.steps, options.ranks, options.kinds = 2, 10, 1, "moment,checkpoint"
     rng, kills = random.Random(options.seed), list[Any]()

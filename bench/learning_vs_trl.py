@@ -60,6 +60,7 @@ from agentrl.types import Episode, Message, Task, ToolCall
 from bench.vs_trl import Worker, final, solved
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.names import names_of
 from bench.shared.verdict import finish
 
 HERE = Path(__file__).parent
@@ -703,8 +704,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="one short run: under a minute")
     parser.add_argument("--seeds", default="1,2,3,4,5", help="seeds, separated by commas")
-    parser.add_argument("--arms", default="matched,defaults", help="which, separated by commas")
-    parser.add_argument("--envs", default="calculator,sqlite", help="which, separated by commas")
+    parser.add_argument(
+        "--arms",
+        type=names_of(("matched", "defaults")),
+        default="matched,defaults",
+        help="which, separated by commas",
+    )
+    parser.add_argument(
+        "--envs", type=names_of(SHAPES), default="calculator,sqlite", help="which, separated by commas"
+    )
     parser.add_argument("--models", type=Path, help="keep the start models here and use those that are there")
     parser.add_argument("--records", type=Path, help="keep finished runs here and use those that are there")
     parser.add_argument("--recorded", action="store_true", help="only runs that are in --records")

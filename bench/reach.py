@@ -23,6 +23,7 @@ from agentrl.types import Episode, Task
 from bench.shared.reach_apart import APART
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.names import names_of
 from bench.shared.verdict import finish
 
 RESULTS = Path(__file__).parent / "results" / "reach.json"
@@ -273,7 +274,9 @@ ECOSYSTEMS: dict[str, tuple[str, Callable[[int], tuple[int, int]]]] = {
 def main() -> None:
     """Play every installed ecosystem and print how many agree."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="ecosystems; all by default")
+    parser.add_argument(
+        "names", nargs="*", type=names_of((*ECOSYSTEMS, *APART)), help="ecosystems; all by default"
+    )
     parser.add_argument("--quick", action="store_true", help="25 episodes per game instead of 400")
     parser.add_argument("--write", action="store_true", help=f"replace bench/results/{RESULTS.name}")
     args = parser.parse_args()

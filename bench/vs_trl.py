@@ -48,6 +48,7 @@ from agentrl.types import Episode
 from bench.shared.step_bound import bound
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.shared.names import names_of
 from bench.shared.verdict import finish
 
 SLOW_TOOL_S = 0.05
@@ -551,7 +552,9 @@ def table(name: str, result: Mapping[str, Any]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="one shape, few steps: under a minute")
-    parser.add_argument("--shapes", default="short,slow,long", help="which, by comma (default: all)")
+    parser.add_argument(
+        "--shapes", type=names_of(SHAPES), default="short,slow,long", help="which, by comma (default: all)"
+    )
     parser.add_argument("--models", type=Path, help="keep the start models here and use those that are there")
     parser.add_argument("--json", type=Path, help="also write everything to this file")
     options = parser.parse_args()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import importlib
 import json
 import os
@@ -81,3 +82,35 @@ def test_without_a_gpu_there_is_a_line_that_says_so(
     line = json.loads(out)
     assert (line["bench"], line["met"]) == (name, "inconclusive")
     assert "no GPU" in line["why"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["vs_trl", "--shapes", "short,nope"],
+            "argument --shapes: there is no 'nope'; there are short, long, slow",
+        ),
+        (["learning_vs_trl", "--arms", "nope"], "there is no 'nope'; there are matched, defaults"),
+        (["algorithms", "--only", "nope"], "argument --only: there is no 'nope'; there are lora_grpo"),
+        (["integrity", "--rows", "nope"], "there is no 'nope'; there are namespace, user, landlock, docker"),
+        (["integrity", "--only", "nope"], "--only: no attack has 'nope' in its name"),
+        (["kill9", "--kinds", "nope"], "there is no 'nope'; there are moment, checkpoint, rank"),
+        (["kill9", "--kills", "0"], "--kills: 0; at least 1 is needed to compare"),
+        (["families", "--only", "nope"], "--only: there is no family of model type 'nope'"),
+        (["reach", "nope"], "argument names: there is no 'nope'"),
+        (["gpu_learner", "--smoke", "--shapes", "nope"], "argument --shapes: there is no 'nope'"),
+        (["gpu_rollout", "--smoke", "--shapes", "nope"], "argument --shapes: there is no 'nope'"),
+    ],
+    ids=lambda each: "-".join(each) if isinstance(each, list) else "",
+)
+def test_names_that_a_bench_does_not_know_are_one_error(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = importlib.import_module(f"bench.{arguments[0]}")
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit, match="2"):
+        asyncio.run(bench.main()) if asyncio.iscoroutinefunction(bench.main) else bench.main()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
