@@ -14,7 +14,8 @@ back to back, which finds both its sides awake, and told 10 ms apart as well. Th
 
     python -m bench.sandbox chaos [--leases 10000] [--cancellations 1000]
 
-hands out leases while 5 % of the sandboxes are killed at random, cancels calls, and counts what is left behind.
+hands out leases while 5 % of the sandboxes are killed at random, cancels calls, and counts what is left behind;
+with `--quick` 60 leases and 10 cancellations. The last line is JSON here, too.
 """
 
 from __future__ import annotations
@@ -375,12 +376,22 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seconds, arguments.concurrency, arguments.rows = 0.5, "1,16", "subprocess,namespace"
+        arguments.leases, arguments.cancellations = 60, 10
     if arguments.what == "latency":
         asyncio.run(latency(arguments))
     else:
         spec = Sandbox(backend=arguments.backend)
         seen = asyncio.run(chaos(spec, leases=arguments.leases, cancellations=arguments.cancellations))
-        print(json.dumps(asdict(seen), indent=1))
+        finish(
+            {
+                "bench": "sandbox",
+                "ours": seen.left + seen.untyped,
+                "unit": "things left behind, and errors that are no SandboxError",
+                "goal": 0,
+                "met": seen.left + seen.untyped == 0,
+                **asdict(seen),
+            }
+        )
 
 
 if __name__ == "__main__":

@@ -33,12 +33,13 @@ def test_every_script_is_a_bench_with_a_short_form_and_a_last_line(script: Path)
     assert any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in tree.body)
 
 
-def test_a_quick_bench_ends_with_the_contract() -> None:
-    command = [sys.executable, "bench/transcript.py", "--quick"]
+@pytest.mark.parametrize("arguments", [["transcript"], ["sandbox", "chaos"]], ids="-".join)
+def test_a_quick_bench_ends_with_the_contract(arguments: list[str]) -> None:
+    command = [sys.executable, f"bench/{arguments[0]}.py", *arguments[1:], "--quick"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     line = json.loads(done.stdout.splitlines()[-1])
     assert list(line)[:7] == list(KEYS)
-    assert line["bench"] == "transcript"
+    assert line["bench"] == arguments[0]
     assert line["met"] in (True, False, "inconclusive")
 
 
