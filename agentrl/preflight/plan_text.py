@@ -53,7 +53,7 @@ def _seconds(number: float) -> str:
 
 
 def _dollars(number: float) -> str:
-    return f"${number:,.2f}" if number >= 1 else f"${number:.2g}"
+    return f"${number:,.2f}" if number >= 0.01 else f"${number:.2g}"
 
 
 def _predicted(machine: Machine, found: Prediction) -> list[str]:

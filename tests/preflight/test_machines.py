@@ -201,7 +201,7 @@ def test_a_machine_that_nobody_knows(text: str, said: str):
 def test_small_machines_have_a_price(tmp_path: Path):
     path = folder(tmp_path / "model", "0.6b")
     command = ["plan", str(ROOT / "configs/qwen3-0.6b-calculator.yaml"), "--set", f"model.path={path}", "--gpus"]
-    assert "1 x RTX4090, $0.5 per hour" in CliRunner().invoke(app, [*command, "RTX4090"]).stdout
+    assert "1 x RTX4090, $0.50 per hour" in CliRunner().invoke(app, [*command, "RTX4090"]).stdout
     assert "2 x L4, $1.60 per hour" in CliRunner().invoke(app, [*command, "2xL4"]).stdout
 
 
