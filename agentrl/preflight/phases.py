@@ -7,6 +7,7 @@ from pathlib import Path
 
 from agentrl.config.run import RunConfig
 from agentrl.engine.servers.kinds import KINDS
+from agentrl.errors import ConfigError
 from agentrl.preflight.estimate import Phase, colocated
 from agentrl.preflight.shape import BFLOAT16, FLOAT32, ModelShape, classifier_parameters
 from agentrl.trainer.room import longest_episode
@@ -42,10 +43,11 @@ class Models:
         """Read them.
 
         Raises:
-            ConfigError: a directory has no usable config.json.
+            ConfigError: a directory has no usable config.json, or the policy no layer of `learner.lora.targets`.
         """
         tiny, critic, scorer = config.model.tiny, config.critic, config.reward_model
         policy = ModelShape.of_tiny(tiny) if tiny else ModelShape.of_directory(Path(config.model.path or ""))
+        _refuse_unknown_targets(config, policy)
         value = None
         if critic is not None:
             body = policy if critic.path is None else ModelShape.of_directory(Path(critic.path))
@@ -57,6 +59,17 @@ class Models:
             value,
             classifier_parameters(Path(scorer.path or "")) if scorer and asked else 0,
         )
+
+
+def _refuse_unknown_targets(config: RunConfig, policy: ModelShape) -> None:
+    lora = config.learner.lora
+    for target in () if lora is None or isinstance(lora.targets, str) else lora.targets:
+        if not policy.lora_parameters(1, [target]) and not (policy.head and target == "lm_head"):
+            known = sorted({name.rpartition(".")[2] for name, *_ in policy.linear})
+            raise ConfigError(
+                f"learner.lora.targets: the model has no linear layer {target!r}; its linear layers are "
+                f"{', '.join(known)}"
+            )
 
 
 def _reference(config: RunConfig, policy: ModelShape) -> ModelShape | None:

@@ -153,6 +153,14 @@ def test_adapters_of_named_layers_are_counted_as_they_are_made(tmp_path: Path, t
     assert made == ModelShape.of_directory(directory).lora_parameters(4, [targets])
 
 
+def test_adapters_of_layers_that_the_model_lacks_are_refused(tmp_path: Path):
+    lora = {"lora": {"targets": ["q_proj", "query"]}}
+    with pytest.raises(
+        ConfigError, match="no linear layer 'query'; its linear layers are down_proj, gate_proj, k_"
+    ):
+        make_plan(run(tmp_path, "8B", learner=lora), memory_bytes=80 * GIB, gpu=True)
+
+
 def test_blocks_and_adapters_of_older_models_are_counted(tmp_path: Path):
     AutoConfig.for_model("gpt2", n_embd=64, n_layer=4, n_head=4, vocab_size=1000).save_pretrained(tmp_path)
     shape = ModelShape.of_directory(tmp_path)
