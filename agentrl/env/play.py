@@ -18,6 +18,18 @@ from agentrl.types import HINT_FAULT, Episode, Message, StopReason, Task, ToolCa
 
 HINT_S = 60.0
 """Limit of an env's `teacher_hint`."""
+FORMATS = {
+    "date": ("2024-02-29", "1999-12-31"),
+    "date-time": ("2024-02-29T12:30:00", "1999-12-31T23:59:59"),
+    "duration": ("PT90S", "P1DT2H"),
+    "email": ("ann@example.com", "bob@example.org"),
+    "ipv4": ("127.0.0.1", "192.0.2.7"),
+    "ipv6": ("::1", "2001:db8::7"),
+    "time": ("12:30:00", "23:59:59"),
+    "uri": ("https://example.com/a", "http://example.org/b?c=d"),
+    "uuid": ("12345678-1234-4678-8234-567812345678", "00000000-0000-4000-8000-000000000001"),
+}
+"""Texts by the `format` of their JSON schema."""
 Policy = Callable[[Sequence[Message]], Message | Awaitable[Message]]
 """Takes the conversation so far and returns the next assistant message; may be async."""
 
@@ -119,11 +131,16 @@ def _scalar(kind: str, schema: Mapping[str, Any], rng: random.Random, words: Seq
     if kind in ("integer", "number"):
         low = schema.get("minimum", schema.get("exclusiveMinimum", 0 if "maximum" not in schema else -10))
         high = schema.get("maximum", schema.get("exclusiveMaximum", low + 10))
+        if step := schema.get("multipleOf"):
+            first = low // step + ("exclusiveMinimum" in schema or low % step > 0)
+            return step * rng.randint(int(first), int(max(first, high // step - ("exclusiveMaximum" in schema))))
         if kind == "integer":
             return rng.randint(
                 int(low) + ("exclusiveMinimum" in schema), int(high) - ("exclusiveMaximum" in schema)
             )
         return rng.uniform(low, high)
+    if examples := FORMATS.get(schema.get("format", "")):
+        return rng.choice(examples)
     text = rng.choice(list(words))
     return (text * (schema.get("minLength", 0) // max(1, len(text)) + 1))[: schema.get("maxLength", 200)]
 

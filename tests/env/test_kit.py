@@ -1,10 +1,16 @@
+import datetime
+import ipaddress
 import itertools
 import random
 import sqlite3
 import threading
 import time
+import uuid
+from decimal import Decimal
+from typing import Annotated
 
 import pytest
+from pydantic import AnyUrl, Field
 
 from agentrl.env import ToolEnv, reward, tool
 from agentrl.envs.calculator import Calculator
@@ -229,3 +235,28 @@ def test_the_random_policy_depends_on_its_seed_only():
 
     assert played(1) == played(1)
     assert played(1) != played(2)
+
+
+class Diary(Sound):
+    """Arguments that pydantic reads from text or bounds by a step."""
+
+    @tool
+    def note(
+        self,
+        day: datetime.date,
+        at: datetime.datetime,
+        clock: datetime.time,
+        length: datetime.timedelta,
+        key: uuid.UUID,
+        host: ipaddress.IPv4Address,
+        link: AnyUrl,
+        price: Decimal,
+        minutes: Annotated[int, Field(ge=1, le=60, multiple_of=5)],
+        share: Annotated[float, Field(gt=0, lt=1, multiple_of=0.25)],
+    ) -> str:
+        """Note."""
+        return f"{day} {at} {clock} {length} {key} {host} {link} {price} {minutes} {share}"
+
+
+async def test_arguments_that_are_read_from_text_pass():
+    await check_env(Diary, TASKS)

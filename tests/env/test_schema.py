@@ -178,6 +178,23 @@ def test_a_wrong_argument_is_named_by_its_path(change, text):
     assert str(caught.value).startswith(text)
 
 
+def test_text_in_annotated_describes_an_argument_unless_the_docstring_does():
+    def brew(cups: Annotated[int, "how many"], tea: Annotated[str, "what kind"], *, milk: bool = False) -> str:
+        """Brew.
+
+        Args:
+            tea: green or black
+        """
+        return f"{cups} {tea} {milk}"
+
+    properties: Any = describe_callable(brew, where="brew", method=False).schema["properties"]
+    assert {name: part.get("description") for name, part in properties.items()} == {
+        "cups": "how many",
+        "tea": "green or black",
+        "milk": None,
+    }
+
+
 def test_a_recursive_type_keeps_its_definition():
     def grow(tree: Tree) -> str:
         return ""

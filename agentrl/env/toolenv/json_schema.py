@@ -18,6 +18,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails, PydanticSerializationError, to_jsonable_python
+from pydantic_core.core_schema import DecimalSchema
 from typing_extensions import TypedDict
 
 from agentrl.env.toolenv.typed_dicts import readable
@@ -48,9 +49,14 @@ class InvalidArguments(Exception):
     """The policy's arguments do not fit the schema; the message is shown to the policy."""
 
 
-class _NoFieldTitles(GenerateJsonSchema):
+class _ToolSchema(GenerateJsonSchema):
     def field_title_should_be_set(self, schema: object) -> bool:
         return False
+
+    def decimal_schema(self, schema: DecimalSchema) -> dict[str, Any]:
+        """A number. pydantic adds text of any kind, most of which it then refuses."""
+        found = super().decimal_schema(schema)
+        return next((kind for kind in found.get("anyOf", ()) if kind["type"] == "number"), found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,7 @@ def describe_callable(function: Callable[..., object], *, where: str, method: bo
             defaults[parameter.name] = parameter.default
     # Not NotRequired[hint] or Annotated[hint, ...]: typing caches by equality, and `int | str == str | int`; the
     # order of a union would depend on earlier type hints in the process.
+    texts = _annotated_texts(hints) | texts
     texts = {name: text for name, text in texts.items() if not _has_description(hints.get(name))}
     make_typed_dict: Any = TypedDict
     arguments: Any = make_typed_dict("arguments", fields, total=False)
@@ -111,7 +118,7 @@ def describe_callable(function: Callable[..., object], *, where: str, method: bo
     arguments.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
     try:
         adapter: TypeAdapter[dict[str, object]] = TypeAdapter(arguments)
-        raw = adapter.json_schema(schema_generator=_NoFieldTitles)
+        raw = adapter.json_schema(schema_generator=_ToolSchema)
     except Exception as e:  # pydantic's own errors, and any other from the code of types and their bounds
         first = str(e).split("\n", 1)[0]
         raise ConfigError(f"{where}: type hint without a JSON schema: {first}; use JSON types") from e
@@ -272,6 +279,12 @@ def _refuse_unacceptable(name: str, schema: Mapping[str, Any], hint: Any, where:
                 f"{where}: argument {name!r}: its schema lists {shorten(value)}, which its type hint does not "
                 "take from JSON; use a Literal of text and numbers, or an Enum with such values"
             ) from None
+
+
+def _annotated_texts(hints: Mapping[str, object]) -> dict[str, str]:
+    """`Annotated[int, "how many"]` describes the argument, as in other libraries."""
+    marks = ((name, mark) for name, hint in hints.items() for mark in getattr(hint, "__metadata__", ()))
+    return {name: mark for name, mark in marks if isinstance(mark, str)}
 
 
 def _has_description(hint: object) -> bool:
