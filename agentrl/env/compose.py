@@ -34,7 +34,15 @@ from agentrl.env.toolenv.json_schema import shorten
 from agentrl.env.toolenv.observe import error_text
 from agentrl.env.toolenv.rewards import Rewards, read_parts
 from agentrl.env.toolenv.spec import MethodTool, RewardSpec, tool_from
-from agentrl.env.verl import VerlTool, VerlToolEntry, is_compute_score, score_arguments, verl_names
+from agentrl.env.verl import (
+    SCORE_ARGUMENTS,
+    VerlTool,
+    VerlToolEntry,
+    accepted,
+    is_compute_score,
+    score_arguments,
+    verl_names,
+)
 from agentrl.errors import ConfigError, InfraError
 from agentrl.importing import load_object
 from agentrl.sandbox import Sandbox
@@ -144,11 +152,10 @@ class ComposedEnv(ToolEnv):
         rewards = Rewards(type(self).__name__, self.settings.reward_timeout_s)
         for name, function in self._rewards.items():
             spec = RewardSpec(name, name, RewardMark(name, 1.0, "episode", None), None)
-            call = (
-                functools.partial(function, **score_arguments(episode, self._verl, self.decode))
-                if is_compute_score(function)
-                else functools.partial(function, episode)
-            )
+            call = functools.partial(function, episode)
+            if is_compute_score(function):
+                known = score_arguments(episode, self._verl, self.decode)
+                call = functools.partial(function, **accepted(function, known))
             only = "score" if is_compute_score(function) else None
             await self._ask_reward(rewards, spec, call, None, functools.partial(self._parts, name, only))
         weights = self.settings.reward_weights
@@ -273,15 +280,24 @@ def _load_rewards(
         if unknown := [key for key in options if not _takes(function, key)]:
             raise ConfigError(f"reward {name!r}: options: {use!r} has no argument {unknown[0]!r}")
         function = functools.partial(function, **options) if options else function
-        parameters = list(inspect.signature(function).parameters.values())
-        needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-        if not is_compute_score(function) and len(needed) != 1:
+        if not _can_be_called(function):
             raise ConfigError(
                 f"reward {name!r}: write f(episode), or verl's compute_score(data_source, solution_str, "
-                f"ground_truth, extra_info); got ({', '.join(p.name for p in parameters)})"
+                f"ground_truth, extra_info); got ({', '.join(inspect.signature(function).parameters)})"
             )
         found[name] = function
     return found
+
+
+def _can_be_called(function: Callable[..., object]) -> bool:
+    """Whether a reward takes an episode, or nothing that verl does not pass."""
+    parameters = inspect.signature(function).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [p for p in parameters if p.default is p.empty and p.kind in named]
+    if is_compute_score(function):
+        return {p.name for p in needed} <= SCORE_ARGUMENTS
+    # TRL's rewards take the completions of a batch, by this name
+    return len(needed) == 1 and needed[0].kind is named[0] and needed[0].name != "completions"
 
 
 def _reward_name(item: object) -> str:

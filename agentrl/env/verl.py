@@ -201,8 +201,8 @@ class VerlTool:
     async def call(self, arguments: dict[str, object], timeout_s: float | None) -> object:
         """`execute`; its step reward is added to the turn's reward, its metrics to the episode's."""
         extra = dict(self._kwargs.get("execute_kwargs") or {})
-        function, accepted = self.tool.execute, _accepted(self.tool.execute, extra)
-        bound = functools.partial(function, self._instance, arguments, **accepted)
+        function = self.tool.execute
+        bound = functools.partial(function, self._instance, arguments, **accepted(function, extra))
         value = await call_function(bound, {}, timeout_s, inline=_is_async(function))
         response, step_reward, metrics = value if isinstance(value, tuple) else (value, 0.0, {})
         step_reward = float(step_reward or 0.0)
@@ -230,7 +230,7 @@ class VerlTool:
 
     async def _ask(self, method: str, instance: str | None, **kwargs: object) -> Any:
         function = getattr(self.tool, method)
-        bound = functools.partial(function, instance, **_accepted(function, kwargs))
+        bound = functools.partial(function, instance, **accepted(function, kwargs))
         return await call_function(bound, {}, None, inline=_is_async(function))
 
 
@@ -238,7 +238,8 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(inspect.unwrap(function))
 
 
-def _accepted(function: Callable[..., object], kwargs: Mapping[str, object]) -> dict[str, object]:
+def accepted(function: Callable[..., object], kwargs: Mapping[str, object]) -> dict[str, object]:
+    """Those of `kwargs` that `function` takes."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(kwargs)
@@ -267,8 +268,12 @@ def _png(image: Any) -> bytes:
     return buffer.getvalue()
 
 
+SCORE_ARGUMENTS = {"data_source", "solution_str", "ground_truth", "extra_info"}
+"""What verl passes to `compute_score`, by name."""
+
+
 def is_compute_score(function: Callable[..., object]) -> bool:
-    """Whether `function` has verl's signature `(data_source, solution_str, ground_truth, extra_info, ...)`."""
+    """Whether `function` takes verl's `(data_source, solution_str, ground_truth, extra_info)`, or some of them."""
     names = inspect.signature(function).parameters
     return "solution_str" in names and "ground_truth" in names
 

@@ -58,6 +58,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def tuned(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
     return float(ground_truth in solution_str) + bonus
 
+def gsm8k(solution_str, ground_truth, method="strict"):
+    return float(ground_truth in solution_str and method == "strict")
+
+def batched(completions, **kwargs):
+    return [1.0 for _ in completions]
+
+def asks_tokenizer(data_source, solution_str, ground_truth, *, tokenizer):
+    return 0.0
+
 def half(episode):
     return 0.5
 
@@ -159,6 +168,11 @@ async def test_a_reward_is_given_its_options(file):
         verl_env(file, reward=[{"use": f"{file}:tuned", "options": {"bones": 2.0}}])
 
 
+async def test_the_score_of_one_dataset_takes_what_it_names(file):
+    env = verl_env(file, reward=f"{file}:gsm8k")
+    assert (await play(env, Task("t", ROW), ScriptedPolicy(["six"]))).rewards == {"gsm8k": 1.0}
+
+
 class Notebook:
     """A toolbox: made anew for each episode."""
 
@@ -246,6 +260,8 @@ async def test_rows_in_verls_shape_load_and_select_their_tools(file, tmp_path):
         ({"tools": [int]}, "class int has no @tool method"),
         ({"tools": [shout, shout]}, "two tools are named 'shout'"),
         ({"reward": "FILE:wrong"}, "write f(episode), or verl's compute_score"),
+        ({"reward": "FILE:batched"}, "extra_info); got (completions, kwargs)"),
+        ({"reward": "FILE:asks_tokenizer"}, "got (data_source, solution_str, ground_truth, tokenizer)"),
         ({"reward": ["FILE:half", "FILE:half"]}, "two are named 'half'"),
         ({"reward": "FILE:LOG"}, "is not a function"),
     ],
