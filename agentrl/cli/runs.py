@@ -54,12 +54,19 @@ def runs(
     for run in found["runs"]:
         steps = "" if run["steps"] is None else f"/{run['steps']}"
         table.add_row(
-            *(_text(run["id"]), _text(run["status"])),
+            *(_text(_inside(Path(run["path"]), folder.resolve())), _text(run["status"])),
             *([_text(" ".join(run["tags"]))] if tags else []),
             _text(f"{run['step']}{steps}"),
             *(_number(run["held_out_before"]), _number(run["held_out_after"]), _time(run["wall_seconds"])),
         )
     SafeConsole().print(table)
+
+
+def _inside(path: Path, folder: Path) -> str:
+    """The path of a run in a folder, or its name if it is the folder itself."""
+    if path == folder:
+        return path.name
+    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
 
 def tag(
@@ -108,6 +115,7 @@ def compare(
     for path in paths:
         if not is_run(path):
             raise ConfigError(f"{path}: no run is there; a run folder has a config.yaml and episodes/")
+    given = {path.resolve(): path for path in reversed(paths)}
     places = list(dict.fromkeys(path.resolve() for path in paths))
     if len(places) < 2:
         raise ConfigError(f"{paths[0]}: one run only; name two or more")
@@ -117,10 +125,12 @@ def compare(
     if as_json:
         print(json_text(compared))
         return
-    _print(compared)
+    names = [place.name for place in places]
+    _print(compared, names if len(set(names)) == len(names) else [str(given[place]) for place in places])
 
 
-def _print(compared: Json) -> None:
+def _print(compared: Json, names: list[str]) -> None:
+    """Print the comparison, with the names of the runs in the order they were given."""
     from rich.table import Table
 
     from agentrl.reporting.safe_console import SafeConsole
@@ -130,10 +140,10 @@ def _print(compared: Json) -> None:
     ids = [run["id"] for run in compared["runs"]]
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", overflow="fold")
-    for id in ids:
-        table.add_column(_text(id), justify="right", overflow="fold")
-    for name, key in (("held out before", "held_out_before"), ("held out after", "held_out_after")):
-        table.add_row(name, *(_number(run[key]) for run in compared["runs"]))
+    for name in names:
+        table.add_column(_text(name), justify="right", overflow="fold")
+    for title, key in (("held out before", "held_out_before"), ("held out after", "held_out_after")):
+        table.add_row(title, *(_number(run[key]) for run in compared["runs"]))
     table.add_row("wall time", *(_time(run["wall_seconds"]) for run in compared["runs"]))
     for row in compared["config_diff"]:
         table.add_row(_text(row["key"]), *(_value(row["values"][id]) for id in ids))
@@ -142,7 +152,7 @@ def _print(compared: Json) -> None:
     if not tasks:
         console.print(f"\nno task in common in the last {LAST_STEPS} steps of each")
         return
-    console.print(f"\n{len(tasks)} tasks in common, {lost} with a lower reward in {ids[-1]}", markup=False)
+    console.print(f"\n{len(tasks)} tasks in common, {lost} with a lower reward in {names[-1]}", markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("task", overflow="fold")
     for heading in ("before", "after", "change"):

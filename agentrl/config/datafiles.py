@@ -85,9 +85,11 @@ def _cached(name: str) -> Path:
 
 
 def _in_folder(folder: Path, text: str, split: str, pattern: str | None) -> list[Path]:
-    """The files of a folder that hold the rows of `split`."""
+    """The files of a folder (or the saved datasets, as in a saved `DatasetDict`) that hold the rows of `split`."""
     files = [
-        p for p in sorted(folder.rglob("*")) if p.suffix in SUFFIXES and p.is_file() and p.name not in _NO_ROWS
+        p.parent if p.name == SAVED else p
+        for p in sorted(folder.rglob("*"))
+        if p.suffix in SUFFIXES and p.is_file() and p.name not in _NO_ROWS
     ]
     names = {p: p.relative_to(folder).as_posix() for p in files}
     if pattern is not None:

@@ -164,6 +164,16 @@ def test_runs_and_compare_refuse_what_is_no_run(capsys, tmp_path: Path, calc: Pa
         assert (code, out, len(err.splitlines())) == (2, "", 1), words
 
 
+def test_runs_of_one_name_are_told_apart_by_their_folders(capsys, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    old, new = (make_run(Path(name)) for name in ("old", "new"))
+    assert (str(old), str(new)) == ("old/calc", "new/calc")
+    assert [line.split()[0] for line in run(capsys, "runs", ".")[1].splitlines()[1:]] == ["new/calc", "old/calc"]
+    out = run(capsys, "compare", old, new)[1]
+    assert out.split()[:2] == ["old/calc", "new/calc"]
+    assert "with a lower reward in new/calc" in out
+
+
 def test_compare_says_what_differs_and_what_got_worse(capsys, calc: Path):
     other = make_run(calc.parent, "other", seed=7)
     records = [EpisodeRecord(3, 0, episode("s3/g0/e0", 0.25, task="t1")), EpisodeRecord(3, 1, episode("x", 1.0))]

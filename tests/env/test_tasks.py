@@ -43,6 +43,14 @@ def test_a_saved_dataset_is_read(tmp_path):
     assert [dict(t.row) for t in load_rows(tmp_path / "set", Echo)] == [{"text": "a"}]
 
 
+def test_a_saved_dataset_dict_is_read_by_split(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    parts = {split: datasets.Dataset.from_list([{"text": split}]) for split in ("train", "validation")}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "set")
+    assert [dict(t.row) for t in load_rows(tmp_path / "set", Echo)] == [{"text": "train"}]
+    assert [dict(t.row) for t in load_rows(tmp_path / "set", Echo, split="held_out")] == [{"text": "validation"}]
+
+
 def test_a_saved_dataset_without_its_library_names_the_extra(tmp_path, monkeypatch):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "dataset_info.json").write_text("{}")
