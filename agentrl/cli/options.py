@@ -77,10 +77,11 @@ def require_run(folder: Path) -> None:
         CheckpointError: it has no configuration.
     """
     from agentrl.errors import CheckpointError
+    from agentrl.run_folder.run_reader import is_run
 
     if not (folder / "config.yaml").is_file():
-        recorded = (folder / "episodes").is_dir()
-        more = "; it holds recorded episodes, which `agentrl show`, `view` and `export` read" if recorded else ""
+        recording = "; it holds recorded episodes, which `agentrl show`, `view` and `export` read"
+        more = recording if is_run(folder) else ""
         raise CheckpointError(f"{folder}: is not a run folder: it has no config.yaml{more}")
 
 

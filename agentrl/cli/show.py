@@ -71,8 +71,7 @@ def show(
         raise ConfigError("--episode: names one episode; leave out the filters")
     steps = recorded_steps(run)
     if not steps:
-        what = "no run folder" if not (run / "config.yaml").is_file() else "has no episodes yet"
-        raise CheckpointError(f"{run}: {what}")
+        raise CheckpointError(f"{run}: {_why_nothing(run)}")
     chosen = steps[-1] if step is None else step
     where = _place(chosen, steps)
     if episode is not None:
@@ -90,6 +89,20 @@ def show(
     if not as_json:
         _tell_history(run)
     _print(records, total, num, where, as_json)
+
+
+def _why_nothing(run: Path) -> str:
+    """Why there are no episodes at this path."""
+    from agentrl.run_folder.records import recorded_steps
+
+    if (run / "manifest.json").is_file():
+        return "a checkpoint; its episodes are in the folder of the run"
+    if (run / "config.yaml").is_file():
+        return "has no episodes yet"
+    folder, _, step = str(run).rpartition("@")
+    if folder and step.isdecimal() and recorded_steps(Path(folder)):
+        return f"no run folder; write `agentrl show {folder} --step {step}`"
+    return "no run folder"
 
 
 def _place(step: int, steps: Sequence[int]) -> str:

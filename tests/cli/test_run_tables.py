@@ -134,6 +134,23 @@ def test_show_refuses_what_no_episode_can_pass(capsys, calc: Path, words: tuple[
     assert len(err.splitlines()) == 1
 
 
+def test_show_says_what_to_write_for_a_step_and_for_a_checkpoint(capsys, calc: Path):
+    code, _, err = run(capsys, "show", f"{calc}@2")
+    assert (code, f"no run folder; write `agentrl show {calc} --step 2`" in err) == (1, True)
+    checkpoint = calc / "checkpoints/step-2"
+    checkpoint.mkdir(parents=True)
+    for name in ("manifest.json", "config.yaml"):
+        (checkpoint / name).write_text("{}")
+    code, _, err = run(capsys, "show", checkpoint)
+    assert (code, "a checkpoint; its episodes are in the folder of the run" in err) == (1, True)
+
+
+def test_episodes_of_a_run_without_its_configuration_are_not_promised_to_other_commands(capsys, calc: Path):
+    (calc / "config.yaml").unlink()
+    code, _, err = run(capsys, "doctor", calc)
+    assert (code, "it has no config.yaml" in err, "view" in err) == (1, True, False)
+
+
 def test_a_filter_with_a_step_that_is_not_there(capsys, calc: Path):
     code, _, err = run(capsys, "show", calc, "--step", 9, "--tool", "web")
     assert code == 1
