@@ -381,6 +381,28 @@ async def test_a_user_answers_with_messages_or_text():
         await played(Odd(), Message("assistant", "hello"))
 
 
+async def test_messages_may_have_the_form_of_openai():
+    class Prompted(ToolEnv):
+        """Greet."""
+
+        def setup(self, prompt: list[dict[str, str]]) -> object:
+            return prompt
+
+        def respond(self, message: Message) -> object:
+            return {"role": "user", "content": [{"type": "text", "text": f"what is {message.content}?"}]}
+
+    env = Prompted()
+    opening, _ = await env.reset(Task("t", {"prompt": [{"role": "user", "content": "hi"}]}))
+    assert opening == [Message("system", "Greet."), Message("user", "hi")]
+    view, *_ = await env.step(Message("assistant", "hello"))
+    assert view == [Message("user", "what is hello?")]
+    await env.close()
+    with pytest.raises(
+        ConfigError, match=r"Prompted\.setup returned no user message: role: must be one of system"
+    ):
+        await env.reset(Task("t", {"prompt": [{"role": "usr", "content": "hi"}]}))
+
+
 @pytest.mark.parametrize("deep", [600, 5_000])
 async def test_a_value_that_cannot_be_copied_is_named(deep):
     class Takes(ToolEnv):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from agentrl.chat.messages import MessageFormatError, read_well_formed
 from agentrl.env.env import StepInfo
 from agentrl.env.images import returns_image
 from agentrl.env.mcp import McpConnection, McpServer, mcp_tools
@@ -85,7 +86,8 @@ class ToolEnv(ScoredEnv):
     def setup(self, *args: Any, **row: Any) -> object:
         """Start an episode with one data row as keyword arguments; may be async.
 
-        Returns the user message (text or parts), or a sequence of messages that follow the system prompt.
+        Returns the user message (text or parts), or a sequence of messages that follow the system prompt, as
+        `Message` or as `{"role": "user", "content": "..."}`.
         """
         return ""
 
@@ -380,16 +382,15 @@ class ToolEnv(ScoredEnv):
         where = f"{type(self).__name__}.setup"
         if opening is None or (isinstance(opening, str) and opening == ""):
             return []
-        if (messages := _messages(opening)) is not None:
-            if (odd := _odd_content(messages)) is not None:
-                raise ConfigError(f"{where} returned a message whose content is {odd}, not text")
-            return messages
         if _is_no_message(opening):
             raise ConfigError(f"{where} returned {shorten(opening)}; return the user's message, or messages")
         try:
-            return [Message("user", to_content(opening))]
-        except TypeError as e:
+            messages = _messages(opening)
+        except (TypeError, MessageFormatError) as e:
             raise ConfigError(f"{where} returned no user message: {e}") from None
+        if (odd := _odd_content(messages)) is not None:
+            raise ConfigError(f"{where} returned a message whose content is {odd}, not text")
+        return messages
 
     async def _ask_user(self, message: Message) -> ToolResult:
         """The user's answer: a list of messages as content, empty if the episode ends without one."""
@@ -418,19 +419,18 @@ class ToolEnv(ScoredEnv):
         return replace(given, content=self._user_messages(given))
 
     def _user_messages(self, said: ToolResult) -> list[Message]:
-        if (messages := _messages(said.content)) is not None:
-            if (odd := _odd_content(messages)) is not None:
-                where = f"{type(self).__name__}.respond"
-                raise EnvError(f"{where} returned a message whose content is {odd}, not text")
-            return messages
+        where = f"{type(self).__name__}.respond"
         if _is_no_message(said.content):
-            raise EnvError(f"{type(self).__name__}.respond returned {shorten(said.content)}; return text, or None")
+            raise EnvError(f"{where} returned {shorten(said.content)}; return text, or None")
         if said.stop and said.content in ("", None):
             return []
         try:
-            return [Message("user", to_content(said.content))]
-        except TypeError as e:
-            raise EnvError(f"{type(self).__name__}.respond: {e}") from None
+            messages = _messages(said.content)
+        except (TypeError, MessageFormatError) as e:
+            raise EnvError(f"{where}: {e}") from None
+        if (odd := _odd_content(messages)) is not None:
+            raise EnvError(f"{where} returned a message whose content is {odd}, not text")
+        return messages
 
 
 def _copied(value: Any, name: str, task: Task) -> Any:
@@ -443,13 +443,21 @@ def _copied(value: Any, name: str, task: Task) -> Any:
         ) from None
 
 
-def _messages(value: object) -> list[Message] | None:
-    """The messages that a method returned; None if it is something else."""
-    if isinstance(value, Message):
-        return [value]
-    if isinstance(value, list | tuple) and value and all(isinstance(part, Message) for part in value):
-        return list(value)
-    return None
+def _messages(value: object) -> list[Message]:
+    """The messages that a method returned, as `Message` or in OpenAI's form; anything else is the user's.
+
+    Raises:
+        MessageFormatError: a message in OpenAI's form cannot be read.
+        TypeError: the value has no JSON form.
+    """
+    parts = list(value) if isinstance(value, list | tuple) else [value]
+    if parts and all(isinstance(part, Message) or _is_openai_message(part) for part in parts):
+        return [part if isinstance(part, Message) else read_well_formed(part) for part in parts]
+    return [Message("user", to_content(value))]
+
+
+def _is_openai_message(value: object) -> bool:
+    return isinstance(value, Mapping) and "role" in value and ("content" in value or "tool_calls" in value)
 
 
 def _odd_content(messages: Sequence[Message]) -> str | None:
