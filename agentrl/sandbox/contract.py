@@ -195,13 +195,13 @@ class Sandbox(SandboxLimits):
                 "sandbox backend 'process' isolates nothing: say trusted=True if every program that runs in it "
                 "is your own, or choose 'namespace', 'docker' or 'landlock'"
             )
-        if (self.backend == "remote") != (self.url is not None and self.token_file is not None):
+        given = self.url is not None, self.token_file is not None
+        if not all(given) if self.backend == "remote" else any(given):
             raise ConfigError(
                 f"sandbox backend={self.backend!r} with url={self.url!r} and token_file={self.token_file!r}: "
                 "backend 'remote' needs both of them, and no other back-end takes one"
             )
-        if self.backend not in ("docker", "remote") and self.runtime is not None:
-            raise ConfigError(f"sandbox runtime={self.runtime!r} has an effect with backend='docker' only")
+        _check_effects(self)
         if self.on_death not in ("score", "infra"):
             raise ConfigError(f"sandbox on_death={self.on_death!r}: use 'score' or 'infra'")
         if not math.isfinite(self.death_reward):
@@ -225,6 +225,18 @@ class Sandbox(SandboxLimits):
     def limits(self) -> SandboxLimits:
         """Return only the limits."""
         return SandboxLimits(**{f.name: getattr(self, f.name) for f in fields(SandboxLimits)})
+
+
+_ONLY_WITH = {"image": "docker", "runtime": "docker", "trusted": "process"}
+
+
+def _check_effects(spec: Sandbox) -> None:
+    """Raise ConfigError for a field that this back-end does not read."""
+    defaults = {field.name: field.default for field in fields(spec)}
+    for name, backend in _ONLY_WITH.items():
+        value = getattr(spec, name)
+        if value != defaults[name] and spec.backend in {"namespace", "docker", "landlock", "process"} - {backend}:
+            raise ConfigError(f"sandbox {name}={value!r} has an effect with backend={backend!r} only")
 
 
 _OCCUPIED = ("bin", "dev", "disk", "etc", "lib", "lib64", "proc", "sbin", "sys", "tmp", "usr", "workspace")

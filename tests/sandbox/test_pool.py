@@ -242,6 +242,10 @@ def test_errors_survive_pickling() -> None:
         ({"require": ("netwrok",)}, "not a promise; known: files"),
         ({"backend": "process"}, "say trusted=True"),
         ({"runtime": "runsc"}, "has an effect with backend='docker' only"),
+        ({"image": "mine:1"}, "image='mine:1' has an effect with backend='docker' only"),
+        ({"trusted": True}, "trusted=True has an effect with backend='process' only"),
+        ({"url": "http://127.0.0.1:1"}, "no other back-end takes one"),
+        ({"token_file": "token"}, "no other back-end takes one"),
         ({"readonly": ("data",)}, "must be an absolute path"),
     ],
 )
