@@ -58,6 +58,19 @@ def test_a_file_is_read_once_and_equal_names_are_told_apart(folder):
     assert len(set(ids)) == 3
 
 
+def test_a_column_that_no_method_can_take_is_renamed(tmp_path):
+    class Open(ToolEnv):
+        def setup(self, text: str, **rest: object) -> str:
+            return f"{text} {rest}"
+
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a", "self": 1}')
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: .*Open\.setup cannot take a column named 'self'"):
+        load_rows(file, Open)
+    (task,) = load_rows(file, Open, columns={"other": "self"})
+    assert task.row == {"text": "a", "other": 1}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [

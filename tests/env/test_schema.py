@@ -4,7 +4,7 @@ import random
 import typing
 from collections import Counter
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal, Optional, Self
 
 import pytest
 from pydantic import BaseModel, Field
@@ -208,6 +208,7 @@ def test_a_recursive_type_keeps_its_definition():
 def bare(x): ...
 def many(*values: int): ...
 def anything(**values: int): ...
+def itself(x: Self): ...  # type: ignore[misc]
 def callback(x: type(lambda: 0)): ...  # type: ignore[valid-type]
 def field_default(x: int = Field(1, ge=1)): ...
 def wrong_default(x: int = "x"): ...  # type: ignore[assignment]
@@ -223,6 +224,7 @@ def low_default(x: Annotated[int, Field(ge=1)] = 0): ...
         (many, "cannot be a tool argument"),
         (anything, "cannot be a tool argument"),
         (callback, "type hint without a JSON schema"),
+        (itself, "type hint without a JSON schema: `typing.Self` is invalid in this context"),
         (field_default, "write `Annotated"),
         (
             wrong_default,

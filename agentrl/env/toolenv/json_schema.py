@@ -119,16 +119,17 @@ def describe_callable(function: Callable[..., object], *, where: str, method: bo
     try:
         adapter: TypeAdapter[dict[str, object]] = TypeAdapter(arguments)
         raw = adapter.json_schema(schema_generator=_ToolSchema)
+        alone: dict[str, TypeAdapter[object]] = {name: TypeAdapter(hints[name]) for name in fields}
     except Exception as e:  # pydantic's own errors, and any other from the code of types and their bounds
         first = str(e).split("\n", 1)[0]
         raise ConfigError(f"{where}: type hint without a JSON schema: {first}; use JSON types") from e
     if read_lazily(adapter):
         raise ConfigError(f"{where}: arguments of an Iterable are checked only while it is read; write list[...]")
     for name, default in defaults.items():
-        _refuse_default(name, default, hints[name], where)
+        _refuse_default(name, default, alone[name], where)
     schema = _finish(raw, defaults, texts)
     for name in fields:
-        _refuse_unacceptable(name, schema, hints[name], where)
+        _refuse_unacceptable(name, schema, alone[name], where)
     names = tuple(p.name for p in parameters)
     return Signature(schema, description, adapter, names, tuple(n for n in names if n not in defaults))
 
@@ -237,9 +238,8 @@ def _refuse_unusable(parameter: inspect.Parameter, hints: Mapping[str, object], 
         raise ConfigError(f"{where}: argument {parameter.name!r}: write `Annotated[type, Field(...)] = default`")
 
 
-def _refuse_default(name: str, default: object, hint: Any, where: str) -> None:
+def _refuse_default(name: str, default: object, adapter: TypeAdapter[object], where: str) -> None:
     """A default shown to the model must be a value of its type, in Python or JSON form."""
-    adapter: TypeAdapter[object] = TypeAdapter(hint)
     try:
         plain = to_jsonable_python(default)
     except (PydanticSerializationError, ValueError):
@@ -264,13 +264,12 @@ def _refuse_default(name: str, default: object, hint: Any, where: str) -> None:
             ) from None
 
 
-def _refuse_unacceptable(name: str, schema: Mapping[str, Any], hint: Any, where: str) -> None:
+def _refuse_unacceptable(name: str, schema: Mapping[str, Any], adapter: TypeAdapter[object], where: str) -> None:
     """Each value that the schema lists must be one that the type takes: a model knows no other."""
     whole = schema["properties"].get(name, {})
     listed = [part for part in (whole, *whole.get("anyOf", ())) if isinstance(part, dict)]
     values = [value for part in listed for value in part.get("enum", ())]
     values += [part["const"] for part in listed if "const" in part]
-    adapter: TypeAdapter[object] = TypeAdapter(hint)
     for value in values:
         try:
             adapter.validate_json(json.dumps(value), strict=True)

@@ -120,6 +120,8 @@ class SetupSpec:
         missing = [name for name in self.required if name not in row]
         if missing:
             return f"argument {missing[0]!r} of {self.where} is missing; it has: {', '.join(row) or 'nothing'}"
+        if "self" in row:
+            return f"{self.where} cannot take a column named 'self'; rename it: `data.columns: {{other: self}}`"
         unknown = [name for name in row if name not in self.names]
         if unknown and not self.open_ended:
             return (
