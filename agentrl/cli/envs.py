@@ -18,7 +18,8 @@ def envs() -> None:
         console.print(Text(f"  {where}"), soft_wrap=True)
     console.print(Text("\nOther ecosystems: env: SCHEME:REST, with env.options", style="bold"))
     for name, scheme in SCHEMES.items():
-        missing = missing_module(scheme)
-        state = "installed" if missing is None else f"not installed: pip install {scheme.install}"
+        state = f"needs {scheme.needs}" if scheme.needs else "installed"
+        if missing_module(scheme) is not None:
+            state = f"not installed: pip install {scheme.install}"
         console.print(Text(f"  {name}:{scheme.rest}", style="bold").append(f"  {state}", "default not bold"))
         console.print(Text(f"      {scheme.about}"), soft_wrap=True)

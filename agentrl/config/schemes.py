@@ -19,6 +19,7 @@ class EnvScheme:
         modules: modules that must be installed.
         install: the arguments of `pip install` that install them.
         path: REST starts with a path (up to an `@`), relative to the YAML file.
+        needs: what else must be there, which is known only when an env is used.
     """
 
     adapter: str
@@ -27,6 +28,7 @@ class EnvScheme:
     modules: tuple[str, ...] = ()
     install: str = ""
     path: bool = False
+    needs: str = ""
 
 
 SCHEMES: Mapping[str, EnvScheme] = {
@@ -56,12 +58,14 @@ SCHEMES: Mapping[str, EnvScheme] = {
         "DIR",
         "Harbor task folders, in our sandboxes, e.g. harbor:tasks/hello",
         path=True,
+        needs="agentrl-train[docker], unless its backend is namespace",
     ),
     "inspect": EnvScheme(
         "agentrl.envs.others.inspect_ai:InspectTask",
         "FILE@TASK",
-        "Inspect tasks with their scorers, in a Python that has inspect-ai, e.g. inspect:evals/sums.py@sums",
+        "Inspect tasks with their scorers, e.g. inspect:evals/sums.py@sums",
         path=True,
+        needs="inspect-ai, in any Python",
     ),
     "mcp": EnvScheme(
         "agentrl.envs.others.mcp:McpEnv",
@@ -99,7 +103,8 @@ SCHEMES: Mapping[str, EnvScheme] = {
     "verifiers": EnvScheme(
         "agentrl.envs.others.verifiers:Verifiers",
         "ID",
-        "tasksets of verifiers, in a Python that has it, e.g. verifiers:gsm8k-v1",
+        "tasksets of verifiers, e.g. verifiers:gsm8k-v1",
+        needs="verifiers, in any Python",
     ),
 }
 """The adapters by scheme; each is imported when it is used."""

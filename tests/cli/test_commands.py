@@ -222,6 +222,14 @@ class TestTheTree:
         done = subprocess.run([sys.executable, "-m", "agentrl"], env=env, capture_output=True, text=True)
         assert "doctor" in done.stdout
 
+    def test_envs_claims_no_package_that_another_python_may_have(self, run):
+        code, out, _ = run("envs")
+        lines = [line.strip() for line in out.splitlines()]
+        assert code == 0
+        assert "verifiers:ID  needs verifiers, in any Python" in lines
+        assert "inspect:FILE@TASK  needs inspect-ai, in any Python" in lines
+        assert "gymnasium:ID  installed" in lines
+
     def test_a_wrong_option_is_told_apart_from_a_failure(self, run):
         code, _, err = run("train", "x.yaml", "--frsh")
         assert code == 2
