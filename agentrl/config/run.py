@@ -355,7 +355,7 @@ class LoRAConfig(Section):
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732)."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
-    """Target layers by name suffix (`q_proj`), or all linear layers of the blocks."""
+    """Target layers by name suffix (`q_proj`), or all linear layers of the blocks except routers."""
     adapter: Annotated[str | None, PathTo("folder", hub=True)] = None
     """Folder of a LoRA adapter in peft format to continue from; its base, `model.path`, is the reference. Its
     rank, alpha and scale must match these settings. Other kinds of adapters (DoRA, biases, whole modules, ...)

@@ -23,11 +23,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from agentrl.config.run import LoRAConfig, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.shard import World, settle, whole
+from agentrl.models.linear import is_linear, linear_layers, targeted
 from agentrl.models.model_config import one_line, read_config
 from agentrl.models.tiny import tiny_config
 from agentrl.suggest import did_you_mean
@@ -53,23 +53,16 @@ def add_adapter(
     peft = _import_peft()
     if adapter is not None:
         check_adapter(adapter, config)
-    options = peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        use_rslora=config.rslora,
-        target_modules=config.targets if isinstance(config.targets, str) else list(config.targets),
-        lora_dropout=0.0,
-        bias="none",
-        task_type="CAUSAL_LM",
-    )
-    if options.target_modules == "all-linear":
-        options.target_modules = _linear_names(model)
     _refuse_unknown(model, config)
+    # Within another module, peft does not see which model it is: it would put the adapters of a `gate_proj` on the
+    # experts of those with fused ones, which had such layers in an earlier transformers.
+    holder = nn.ModuleDict({"model": model})
+    options = _options(config, target_modules=[f"model.{name}" for name in targeted(model, config.targets)])
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")  # about what a later transformers will call differently
         torch.manual_seed(0)
         try:
-            peft.inject_adapter_in_model(options, model, _NAME)
+            peft.inject_adapter_in_model(options, holder, _NAME)
         except ValueError as e:
             raise ConfigError(
                 f"learner.lora.targets {config.targets!r} do not fit the model: {one_line(e)}"
@@ -100,10 +93,9 @@ def refuse_unknown_targets(config: RunConfig) -> None:
 
 
 def _refuse_unknown(model: PreTrainedModel, config: LoRAConfig) -> None:
-    names = [name for name, module in model.named_modules() if _is_linear(module)]
     for target in config.targets if isinstance(config.targets, list) else ():
-        if not any(name == target or name.endswith(f".{target}") for name in names):
-            known = sorted({_ending(name) for name in names})
+        if not targeted(model, [target]):
+            known = sorted({_ending(name) for name in linear_layers(model)})
             near = did_you_mean(target, known)
             raise ConfigError(
                 f"learner.lora.targets: the model has no linear layer {target!r}{'; ' * bool(near)}{near}; its "
@@ -158,42 +150,64 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def write_adapter(directory: Path, state: dict[str, Tensor], config: LoRAConfig, targets: list[str]) -> None:
+def write_adapter(directory: Path, state: dict[str, Tensor], config: LoRAConfig, model: nn.Module) -> None:
     """Write an adapter that peft, vLLM and SGLang can load."""
-    peft = _import_peft()
     directory.mkdir(exist_ok=True)
-    peft.LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        use_rslora=config.rslora,
-        target_modules=targets,
-        bias="none",
-        task_type="CAUSAL_LM",
-    ).save_pretrained(directory)
+    targets, weights = _targets_for_peft(model)
+    _options(config, target_modules=targets, target_parameters=weights).save_pretrained(directory)
     save_file(state, directory / _WEIGHTS)
 
 
-def adapted_names(model: nn.Module) -> list[str]:
-    """The layers that have adapters, by the ends of their names."""
-    return sorted({_ending(name) for name, module in model.named_modules() if _is_adapted(module)})
-
-
-def _linear_names(model: PreTrainedModel) -> list[str]:
-    """The linear layers of the blocks, by the ends of their names; the output layer is none of them."""
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return sorted(
-        {_ending(name) for name, module in model.named_modules() if _is_linear(module) and module is not head}
+def _options(config: LoRAConfig, **layers: object) -> Any:
+    return _import_peft().LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        use_rslora=config.rslora,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        **layers,
     )
+
+
+def _targets_for_peft(model: nn.Module) -> tuple[list[str], list[str] | None]:
+    """The layers that have adapters, by the ends of their names: modules, and weights for those peft would move.
+
+    In models with fused experts, peft takes the module `gate_proj` for what it was in an earlier transformers, a
+    part of the experts. A weight it adapts where it is.
+    """
+    modules = {name.replace(".base_layer", "") for name, _ in model.named_modules() if ".lora_" not in name}
+    adapted = {name for name, module in model.named_modules() if _is_adapted(module)}
+    others = {end for name in modules - adapted for end in _ends(name)}
+    ends = sorted({next(end for end in _ends(name) if end not in others) for name in adapted})
+    moved = {end for end in ends if _is_moved(model, end)}
+    return [end for end in ends if end not in moved], [f"{end}.weight" for end in sorted(moved)] or None
+
+
+def _is_moved(model: nn.Module, target: str) -> bool:
+    """Whether peft puts an adapter of these modules elsewhere."""
+    try:
+        conversion = import_module("peft.utils.transformers_weight_conversion")
+    except ImportError:  # a peft that moves none
+        return False
+    options = _import_peft().LoraConfig(target_modules=[target])
+    try:
+        conversion.convert_peft_config_for_transformers(options, model, None)
+    except ValueError:  # it has to be moved together with another
+        return True
+    return target not in options.target_modules
+
+
+def _ends(name: str) -> list[str]:
+    """The ends of a layer's name, from the shortest that says which layer of a block it is to the whole name."""
+    parts = name.split(".")
+    first = len(parts) - _ending(name).count(".") - 1
+    return [".".join(parts[place:]) for place in range(first, -1, -1)]
 
 
 def _ending(name: str) -> str:
     """The end of a layer's name that says which it is: `q_proj`, or `ffn.2`, since `2` would be a block too."""
     return re.sub(r"^.*\.(?=\D)", "", name)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Whether a module is a plain linear layer; the routers of Phi-3.5-MoE are a subclass that returns experts."""
-    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
 
 
 def check_adapter(adapter: Path, config: LoRAConfig) -> None:
@@ -246,7 +260,7 @@ _MATTERS_NOT = frozenset(
         *("auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "lora_dropout", "peft_type"),
         *("megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "fan_in_fan_out"),
         # Which layers: the names of the loaded matrices say it, and must be those of learner.lora.targets.
-        *("exclude_modules", "layers_pattern", "layers_to_transform", "target_modules"),
+        *("exclude_modules", "layers_pattern", "layers_to_transform", "target_modules", "target_parameters"),
     }
 )
 
@@ -262,7 +276,7 @@ def _check_layers(model: PreTrainedModel, config: LoRAConfig) -> None:
         if not _is_adapted(module):
             continue
         base = module.base_layer
-        if not _is_linear(base) or _NAME not in module.lora_A:
+        if not is_linear(base) or _NAME not in module.lora_A:
             raise ConfigError(
                 f"learner.lora.targets {config.targets!r}: {name} is not a linear layer "
                 f"({type(base).__name__}); only those can have adapters"

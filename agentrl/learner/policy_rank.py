@@ -23,7 +23,6 @@ from agentrl.learner.learner import Learner
 from agentrl.learner.logprobs import TokenStats, Wanted, know_head, token_stats
 from agentrl.learner.lora import (
     ADAPTER_FOLDER,
-    adapted_names,
     adapter_state,
     adapters_off,
     add_adapter,
@@ -345,7 +344,7 @@ class LocalPolicyRank:
 
     def _write_adapter(self, directory: Path) -> None:
         if self.config.lora is not None and self.world.rank == 0:
-            write_adapter(directory / ADAPTER_FOLDER, self._adapter, self.config.lora, adapted_names(self.policy))
+            write_adapter(directory / ADAPTER_FOLDER, self._adapter, self.config.lora, self.policy)
 
     def write(self, directory: Path) -> None:
         """Write what `snapshot` copied, and forget it."""

@@ -64,8 +64,8 @@ class Models:
 def _refuse_unknown_targets(config: RunConfig, policy: ModelShape) -> None:
     lora = config.learner.lora
     for target in () if lora is None or isinstance(lora.targets, str) else lora.targets:
-        if not policy.lora_parameters(1, [target]) and not (policy.head and target == "lm_head"):
-            known = sorted({name.rpartition(".")[2] for name, *_ in policy.linear})
+        if not policy.lora_parameters(1, [target]):
+            known = sorted({name.rpartition(".")[2] for name, *_ in (*policy.linear, *policy.named)})
             raise ConfigError(
                 f"learner.lora.targets: the model has no linear layer {target!r}; its linear layers are "
                 f"{', '.join(known)}"

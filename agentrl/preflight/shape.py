@@ -25,7 +25,8 @@ class ModelShape:
     Attributes:
         parameters: all of them, tied ones once.
         outer: parameters outside the blocks (embedding, output layer, last norm).
-        linear: for LoRA: name, inputs and outputs of each linear layer in the blocks.
+        linear: for LoRA: name, inputs and outputs of each linear layer in the blocks, without routers.
+        named: those that get adapters only by name: the output layer, if it has its own weights, and routers.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class ModelShape:
     vocab: int
     max_context: int
     linear: tuple[tuple[str, int, int], ...] = ()
+    named: tuple[tuple[str, int, int], ...] = ()
     head: int = 0
     """Parameters of the output layer, if it does not share those of the embedding."""
     routed: int = 0
@@ -89,8 +91,8 @@ class ModelShape:
     def _of(cls, config: Any, where: str) -> ModelShape:
         import torch
         from transformers import AutoModelForCausalLM
-        from transformers.pytorch_utils import Conv1D
 
+        from agentrl.models.linear import linear_layers, sizes_of, targeted
         from agentrl.models.model_config import layer_configs, refuse_class, refuse_config, state_layers
 
         refuse_config(config, where)
@@ -110,11 +112,8 @@ class ModelShape:
         blocks = {name: p.numel() for name, p in model.named_parameters() if _IN_BLOCK.search(name)}
         total = sum(p.numel() for p in model.parameters())
         head = model.get_output_embeddings()
-        linear = tuple(
-            (name, *(module.weight.shape if isinstance(module, Conv1D) else reversed(module.weight.shape)))
-            for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
-        )
+        own_head = head is not None and head.weight is not model.get_input_embeddings().weight
+        linear, every = targeted(model, "all-linear"), linear_layers(model)
         return cls(
             kind=str(config.model_type),
             parameters=total,
@@ -130,8 +129,13 @@ class ModelShape:
             sinks=any(name.endswith(".sinks") for name in blocks),
             vocab=int(text.vocab_size),
             max_context=int(getattr(text, "max_position_embeddings", 2**31)),
-            linear=linear,
-            head=0 if head is None or head.weight is model.get_input_embeddings().weight else head.weight.numel(),
+            linear=tuple((name, *sizes_of(module)) for name, module in linear.items()),
+            named=tuple(
+                (name, *sizes_of(module))
+                for name, module in every.items()
+                if name not in linear and (own_head or module is not head)
+            ),
+            head=head.weight.numel() if own_head else 0,
             routed=_routed(text, blocks),
             experts=_experts(text),
             state_layers=tuple(state_layers(config)),
@@ -187,17 +191,22 @@ class ModelShape:
         """Both moments of AdamW for adapters of this rank."""
         return sum(
             moment_bytes(rank, inputs, state) + moment_bytes(outputs, rank, state)
-            for name, inputs, outputs in self.linear
-            if targets == "all-linear" or any(f".{name}".endswith(f".{target}") for target in targets)
+            for inputs, outputs in self._adapted(targets)
         )
 
     def lora_parameters(self, rank: int, targets: str | list[str]) -> int:
         """Trained parameters of adapters of this rank."""
-        return sum(
-            rank * (inputs + outputs)
-            for name, inputs, outputs in self.linear
-            if targets == "all-linear" or any(f".{name}".endswith(f".{target}") for target in targets)
-        )
+        return sum(rank * (inputs + outputs) for inputs, outputs in self._adapted(targets))
+
+    def _adapted(self, targets: str | list[str]) -> list[tuple[int, int]]:
+        """Inputs and outputs of the layers that `learner.lora.targets` selects."""
+        if targets == "all-linear":
+            return [(inputs, outputs) for _, inputs, outputs in self.linear]
+        return [
+            (inputs, outputs)
+            for name, inputs, outputs in (*self.linear, *self.named)
+            if any(f".{name}".endswith(f".{target}") for target in targets)
+        ]
 
 
 _AT_LEAST_ONE = (
@@ -270,6 +279,7 @@ class _Decoder:
                 for layer in range(self.layers)
                 for name, inputs, outputs in linear
             ),
+            named=() if self.tied else (("lm_head", self.hidden, self.vocab),),
             head=0 if self.tied else self.vocab * self.hidden,
         )
 

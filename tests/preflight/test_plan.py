@@ -153,6 +153,24 @@ def test_adapters_of_named_layers_are_counted_as_they_are_made(tmp_path: Path, t
     assert made == ModelShape.of_directory(directory).lora_parameters(4, [targets])
 
 
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_an_adapter_of_the_output_layer_is_counted(tmp_path: Path, family: str):
+    """Of one with its own weights; a shared one cannot have an adapter."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 128, "head_dim": 16}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(sizes | {"model_type": family, "tie_word_embeddings": False}))
+    shape = ModelShape.of_directory(tmp_path)
+    assert shape.lora_parameters(4, ["lm_head"]) == 4 * (64 + 320)
+    assert shape.lora_moment_bytes(4, ["lm_head"], "float32") == 8 * 4 * (64 + 320)
+    attention = 3 * 4 * (2 * (64 + 64) + 2 * (64 + 32))
+    assert shape.lora_parameters(4, ["lm_head", "q_proj", "k_proj", "v_proj", "o_proj"]) == attention + 4 * 384
+    if family == "mixtral":
+        assert shape.lora_parameters(4, "all-linear") == attention, "not the output layer"
+    file.write_text(json.dumps(sizes | {"model_type": family, "tie_word_embeddings": True}))
+    assert ModelShape.of_directory(tmp_path).lora_parameters(4, ["lm_head"]) == 0
+
+
 def test_adapters_of_layers_that_the_model_lacks_are_refused(tmp_path: Path):
     lora = {"lora": {"targets": ["q_proj", "query"]}}
     with pytest.raises(
@@ -462,7 +480,7 @@ def test_a_tiny_model_is_counted_as_it_is_made(tmp_path: Path, heads: int):
     made = make_tiny_model(tmp_path / "made", ["some text for the tokenizer"], tiny, seed=0)
     directory = made if isinstance(made, Path) else tmp_path / "made"
     found, planned = ModelShape.of_directory(directory), ModelShape.of_tiny(tiny)
-    assert (found.block, found.linear) == (planned.block, planned.linear)
+    assert (found.block, found.linear, found.named) == (planned.block, planned.linear, planned.named)
     assert found.parameters - planned.parameters == (found.vocab - planned.vocab) * 48
 
 

@@ -1,0 +1,41 @@
+"""The linear layers of a model: which of them adapters can be put on, and which `all-linear` means."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+_IN_ROUTER = re.compile(r"\.router(\.|$)|\.gate\.")
+"""The name of a linear layer that is (part of) a router: `mlp.router.classifier`, `mlp.gate.wg`."""
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a plain linear layer; the routers of Phi-3.5-MoE are a subclass that returns experts."""
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """All linear layers of a model, by name."""
+    return {name: module for name, module in model.named_modules() if is_linear(module)}
+
+
+def targeted(model: PreTrainedModel, targets: str | list[str]) -> dict[str, nn.Module]:
+    """The linear layers that adapters are put on, by name.
+
+    Args:
+        targets: `all-linear` for those of the blocks without routers, or the ends of names.
+    """
+    found, head = linear_layers(model), model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if targets == "all-linear":
+        return {n: module for n, module in found.items() if module is not head and not _IN_ROUTER.search(n)}
+    return {n: module for n, module in found.items() if any(f".{n}".endswith(f".{t}") for t in targets)}
+
+
+def sizes_of(module: nn.Module) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer."""
+    assert isinstance(module.weight, nn.Parameter)
+    first, second = module.weight.shape
+    return (first, second) if isinstance(module, Conv1D) else (second, first)
