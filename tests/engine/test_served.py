@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from agentrl.engine.base import GenerateOptions, TokenLogprob
 from agentrl.engine.servers.client import Listener
@@ -27,9 +27,10 @@ from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.streams import SGLangStream
 from agentrl.engine.servers.weight_sync import AdapterSync, DiskSync, TensorSync, WeightSync, buckets, distinct
 from agentrl.errors import EngineError
-from agentrl.models.exact import exact_tensors
+from agentrl.models.stored import exact_tensors
 from agentrl.testing.sglang_server import LoopbackServer
 from agentrl.types import Sampling
+from bench.families import FAMILIES, config_of
 
 PROMPT = [5, 6, 7]
 VOCABULARY = 97
@@ -361,6 +362,51 @@ async def test_the_biases_of_a_router_travel_exactly(tmp_path: Path) -> None:
             found = load_file(Path(server.weights[-1][1]["model_path"]) / "model.safetensors")
             assert all(torch.equal(found[name], sent[name]) for name in biases)
             assert {t.dtype for name, t in found.items() if name not in biases} == {torch.bfloat16}
+
+
+def sent_to(server: LoopbackServer) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """All weights that were sent, however they came, and the names of those that were sent as changes."""
+    whole: dict[str, torch.Tensor] = {}
+    changed = set()
+    for path, body in server.weights:
+        if path == "/update_weights_from_disk":
+            whole = load_file(Path(body["model_path"]) / "model.safetensors")
+            continue
+        named = pickle.load(io.BytesIO(base64.b64decode(body["serialized_named_tensors"][0])))
+        if body.get("load_format"):
+            changed |= {json.loads(header)["name"] for header, _ in named}
+        else:
+            whole |= dict(named)
+    return whole, changed
+
+
+@pytest.mark.parametrize("way", ["disk", "tensor", "delta"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "hy_v3", "granitemoe"])
+async def test_experts_travel_under_the_names_that_servers_load(tmp_path: Path, kind: str, way: str) -> None:
+    """One by one, as in the folder of the model; SGLang skips a name that it does not know."""
+    (family,) = (f for f in FAMILIES if (f.model_type, f.about) == (kind, ""))
+    policy, folder = AutoModelForCausalLM.from_config(config_of(family)), tmp_path / "model"
+    policy.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    wanted = load_file(folder / "model.safetensors")
+    assert any("experts.0." in name for name in wanted) or kind == "granitemoe"
+    ways: dict[str, WeightSync] = {
+        "disk": DiskSync(folder, tmp_path / "out"),
+        "tensor": TensorSync(bucket_bytes=1 << 14),
+        "delta": DeltaSync(bucket_bytes=1 << 20, full_every=9),
+    }
+    async with servers(1) as (server,), engine_over(folder, server, sync=ways[way]) as engine:
+        if way != "delta":  # which begins with all weights, those of the folder
+            server.weights.clear()
+        before = len(server.weights)
+        await engine.update_weights(policy.state_dict(), version=1)
+        found, changed = sent_to(server)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        assert changed == (wanted.keys() if way == "delta" else set())
+        if way == "delta":
+            assert all(body.get("load_format") for _, body in server.weights[before:]), "not all of them again"
+        assert len({name for name in exact_tensors(folder) if name in wanted}) == (3 if kind == "hy_v3" else 0)
 
 
 async def test_weights_travel_through_a_folder(model: Path, tmp_path: Path) -> None:

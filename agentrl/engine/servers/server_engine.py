@@ -27,9 +27,9 @@ from agentrl.engine.checks import ROUNDING, check_prompt, check_sampling
 from agentrl.engine.servers.client import InferenceServer, Listener, ServerAnswer
 from agentrl.engine.servers.http import ServerRefused, ServerRestarted
 from agentrl.engine.servers.replica_pool import LOST, Host, Replica, ReplicaPool
-from agentrl.engine.servers.weight_sync import WeightSync, distinct, vocabulary_of
+from agentrl.engine.servers.weight_sync import AdapterSync, WeightSync, distinct, vocabulary_of
 from agentrl.errors import EngineError
-from agentrl.models.exact import exact_tensors
+from agentrl.models.stored import as_saved, exact_tensors
 from agentrl.types import Completion, Sampling
 
 if TYPE_CHECKING:
@@ -259,12 +259,13 @@ class ServedEngine(Engine):
         async with self._lock:
             exact = await self._exact()
             snapshot = await asyncio.to_thread(copy_weights, weights, self._dtype, exact)
-            sent = snapshot
+            snapshot = sent = await self._as_saved(snapshot)
             if self._local and any(tensor.is_cuda for tensor in weights.values()):
                 sent = {
                     name: tensor.detach().to(_sent_as(name, tensor, self._dtype, exact))
                     for name, tensor in distinct(weights).items()
                 }
+                sent = await self._as_saved(sent)
             self._newest = max(self._newest, version)
             await self._push(sent, version)
             self._weights, self._version = snapshot, version
@@ -398,6 +399,12 @@ class ServedEngine(Engine):
             low = self._dtype != torch.float32
             self._names = await asyncio.to_thread(exact_tensors, self._model) if low else frozenset()
         return self._names
+
+    async def _as_saved(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """As servers load them; the matrices of an adapter are."""
+        if isinstance(self._sync, AdapterSync):
+            return weights
+        return await asyncio.to_thread(as_saved, weights, self._model)
 
     async def _push(self, weights: Mapping[str, Tensor], version: int) -> None:
         await self._each_asleep(lambda server: server.wake("weights"))
