@@ -308,6 +308,8 @@ def _load_adapter(model: nn.Module, adapter: Path) -> None:
                 f"adapter {adapter}: {name} has shape {list(state[name].shape)}, not "
                 f"{list(parameter.shape)}: it belongs to another model"
             )
+        if not bool(state[name].isfinite().all()):
+            raise ConfigError(f"adapter {adapter}: {name} has numbers that are not finite: start from another one")
         with torch.no_grad():
             parameter.copy_(state[name])
 

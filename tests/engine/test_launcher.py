@@ -247,7 +247,11 @@ def test_a_server_for_adapters_is_started_with_their_rank_and_layers(tmp_path: P
         "model.embed_tokens.weight": torch.zeros(2, 2),
         "model.layers.0.input_layernorm.weight": torch.zeros(2),
     }
-    save_file(blocks | other, tmp_path / "model.safetensors")
+    routed = {
+        f"model.layers.0.mlp.{name}.weight": torch.zeros(2, 2)
+        for name in ("experts.0.down_proj", "experts.0.w1", "gate", "gate.wg", "router.classifier")
+    }
+    save_file(blocks | other | routed, tmp_path / "model.safetensors")
     line = " ".join(launch_recipe(config, tmp_path, "python", 0, LoRAConfig(rank=4)).command(1))
     assert "--enable-lora --max-lora-rank 4 --lora-target-modules q_proj up_proj --max-loras-per-batch 3" in line
     line = " ".join(launch_recipe(config, tmp_path, "python", 0, LoRAConfig(targets=["down_proj"])).command(1))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CTRLConfig, GPT2Config, PhimoeConfig
 
 from agentrl.config.algorithm import AlgorithmConfig
@@ -234,6 +235,18 @@ def test_adapters_of_other_kinds_are_refused_with_the_reason(policy_dir: Path, t
     with pytest.raises(ConfigError, match=re.escape(said)) as caught:
         make_learner(policy_dir, None, targets=targets, adapter=str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_an_adapter_with_numbers_that_are_not_finite_is_refused(policy_dir: Path, tmp_path: Path):
+    peft_adapter(policy_dir, tmp_path, r=4, lora_alpha=8, target_modules=["q_proj"])
+    file = tmp_path / "adapter_model.safetensors"
+    state = load_file(file)
+    state["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"][3, 2] = float("nan")
+    save_file(state, file)
+    with pytest.raises(
+        ConfigError, match=r"layers\.1\.self_attn\.q_proj\.lora_B\.weight has numbers that are not"
+    ):
+        make_learner(policy_dir, None, targets=["q_proj"], adapter=str(tmp_path))
 
 
 def test_a_key_that_a_later_peft_may_add_is_refused(policy_dir: Path, tmp_path: Path):

@@ -11,6 +11,7 @@ import contextlib
 import io
 import math
 import pickle
+import re
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -444,8 +445,14 @@ def check_targets(lora: LoRAConfig) -> None:
         )
 
 
+_ROUTED = re.compile(r"\.(experts|gate|router)\.")
+
+
 def linear_names(model: Path) -> list[str]:
-    """Return the linear layers in the blocks of a model directory, by the last parts of their names."""
+    """Return the linear layers in the blocks of a model directory, by the last parts of their names.
+
+    Routed experts and routers have no adapters, and SGLang does not start for those of routers.
+    """
     from safetensors import safe_open
 
     names = set()
@@ -455,6 +462,7 @@ def linear_names(model: Path) -> list[str]:
                 if (
                     name.endswith(".weight")
                     and ".layers." in name
+                    and not _ROUTED.search(name)
                     and len(tensors.get_slice(name).get_shape()) == 2
                 ):
                     names.add(name.split(".")[-2])
