@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
@@ -43,11 +44,13 @@ def train(folder: Path, world: World, _: int) -> None:
 
 
 def resume(folder: Path, world: World, _: int) -> None:
-    """Two more steps from the checkpoint of two ranks."""
+    """The checkpoint of two ranks saved again, and two more steps from it."""
     for state in ("bfloat16", "int8"):
         saved = folder / f"{state}-2"
         driver = learner(spec_of(saved, state, world.size), world)
         driver.load_optimizer(saved)
+        (saved / "again").mkdir()
+        driver.save(saved / "again")
         for seed in range(2, 4):
             driver.step(make_batch(seed))
         write(driver, saved / "resumed.pt", world)
@@ -64,6 +67,26 @@ def gap(one: Path, other: Path) -> float:
     return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
 
 
+def moments(folder: Path) -> dict[str, torch.Tensor]:
+    """The state of the optimizer in a checkpoint, whole: the rows that each rank wrote, in their order."""
+    pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for file in folder.glob("optimizer*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            first = tensors.metadata() or {}
+            for name in tensors.keys():  # noqa: SIM118  (it is no mapping)
+                if not name.startswith("rng/"):
+                    pieces.setdefault(name, []).append((int(first.get(name, 0)), tensors.get_tensor(name)))
+    ordered = {
+        name: [rows for _, rows in sorted(found, key=lambda pair: pair[0])] for name, found in pieces.items()
+    }
+    return {name: torch.cat(rows) if rows[0].dim() else rows[0] for name, rows in ordered.items()}
+
+
+def same(one: Path, other: Path) -> bool:
+    ours, theirs = moments(one), moments(other)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def main(folder: Path) -> dict[str, Any]:
     write_model(folder / "policy", seed=0, hidden=64)
     for size in (1, 2):
@@ -72,6 +95,7 @@ def main(folder: Path) -> dict[str, Any]:
     return {
         state: {
             "gap": gap(folder / f"{state}-1/weights.pt", folder / f"{state}-2/weights.pt"),
+            "same": same(folder / f"{state}-2", folder / f"{state}-2" / "again"),
             "resumed": gap(folder / f"{state}-2/resumed.pt", folder / f"{state}-2/weights.pt"),
         }
         for state in ("bfloat16", "int8")

@@ -212,4 +212,5 @@ def test_ranks_with_shards_train_what_one_rank_trains(tmp_path: Path):
     found = json.loads(done.stdout.strip().splitlines()[-1])
     for state in COMPACT:
         assert found[state]["gap"] < 1e-4, "an update moves a parameter by 1e-3"
+        assert found[state]["same"], "two ranks wrote what one rank has read"
         assert found[state]["resumed"] < 1e-4
