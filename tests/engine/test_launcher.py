@@ -259,7 +259,10 @@ def test_a_server_for_adapters_is_started_with_their_rank_and_layers(tmp_path: P
     assert "lora" not in " ".join(launch_recipe(config, tmp_path, "python", 0).command(1))
 
 
-@pytest.mark.parametrize(("targets", "lack"), [(["q_proj"], "v_proj"), (["up_proj", "down_proj"], "gate_proj")])
+@pytest.mark.parametrize(
+    ("targets", "lack"),
+    [(["q_proj"], "v_proj"), (["up_proj", "down_proj"], "gate_proj"), (["self_attn.k_proj"], "q_proj")],
+)
 async def test_an_adapter_that_sglang_would_drop_is_refused(tmp_path: Path, targets: list[str], lack: str) -> None:
     config = EngineConfig(kind="sglang", device="cpu", sync="lora")
     with pytest.raises(ConfigError, match=f"lack {lack}"):

@@ -20,6 +20,7 @@ from agentrl.config.run import LearnerConfig, OptimConfig, RunConfig, TinyModel
 from agentrl.engine.servers.weight_sync import AdapterSync
 from agentrl.errors import ConfigError
 from agentrl.models.tiny import make_tiny_model
+from agentrl.preflight.shape import ModelShape
 from agentrl.reporting.report import Silent
 from agentrl.rollout.content import corpus, load_content
 from agentrl.run_folder.store import RunStore
@@ -282,6 +283,8 @@ def test_routers_that_are_linear_by_name_only_get_no_adapter(tmp_path: Path):
     learner.step(make_batch(0))
     adapted = {name.split(".lora_")[0].rpartition(".")[2] for name in learner.adapter()}
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    trained = sum(p.numel() for p in learner.policy.parameters() if p.requires_grad)
+    assert ModelShape.of_directory(tmp_path).lora_parameters(4, "all-linear") == trained
     with pytest.raises(ConfigError, match="the model has no linear layer 'router'"):
         make_learner(tmp_path, tmp_path, targets=["router"])
 

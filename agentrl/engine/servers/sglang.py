@@ -435,7 +435,7 @@ def _adapters(config: EngineConfig, lora: LoRAConfig, model: Path, gpu: int | No
 def check_targets(lora: LoRAConfig) -> None:
     """Check adapter targets: SGLang 0.5 fuses layers with the same input, and drops or rejects partial
     adapters."""
-    has = set(lora.targets) if isinstance(lora.targets, list) else set()
+    has = {target.rpartition(".")[2] for target in lora.targets} if isinstance(lora.targets, list) else set()
     needed = {"q_proj", "v_proj"} if has & {"q_proj", "k_proj", "v_proj"} else set()
     needed |= {"gate_proj"} if "up_proj" in has else set()
     if missing := sorted(needed - has):
