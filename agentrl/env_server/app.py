@@ -23,6 +23,7 @@ from agentrl.env_server.open_sessions import Sessions, SessionsFull
 from agentrl.env_server.served import EnvSource, Json, JsonObject, RequestError
 from agentrl.env_server.session import EnvSession
 from agentrl.errors import AgentRLError
+from agentrl.serve.browsers import is_rebound
 
 MAX_BODY = 16 << 20
 """Largest request, in bytes."""
@@ -54,7 +55,7 @@ def create_env_app(sessions: Sessions, token: str | None = None) -> ASGIApp:
 
 @dataclass(frozen=True, slots=True)
 class _Guard:
-    """Refuses requests without the token, and those of web pages of other sites."""
+    """Refuses requests without the token, and those of web pages of other sites, also after DNS rebinding."""
 
     app: ASGIApp
     token: str | None
@@ -74,8 +75,11 @@ class _Guard:
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != headers.get("host"):
             return f"origin {origin}: requests from other sites are refused"
-        if self.token is None or scope["path"] == "/health":
+        if scope["path"] == "/health":
             return ""
+        if self.token is None:
+            host = headers.get("host", "")
+            return f"host {host[:200]}: is not this machine" if is_rebound(scope) else ""
         kind, _, given = headers.get("authorization", "").partition(" ")
         known = kind.lower() == "bearer" and hmac.compare_digest(given.encode(), self.token.encode())
         return "" if known else "the token is missing or wrong; send it as `Authorization: Bearer TOKEN`"

@@ -53,14 +53,19 @@ class BrowserGuard:
     def _problem(self, scope: Scope) -> str:
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
-        server = scope.get("server")
-        if server is not None and is_loopback(server[0]) and host and not is_loopback(_name(host)):
+        if is_rebound(scope):
             return f"The host {host[:200]!r} is not this machine; a server with a key (--api-key-env) accepts it."
         if origin is None or "*" in self._origins or origin in self._origins:
             return ""
         if origin.partition("://")[2] == host:
             return ""
         return f"Pages of {origin[:200]!r} are not allowed; start the server with --cors {origin[:200]}."
+
+
+def is_rebound(scope: Scope) -> bool:
+    """Whether a request to a loopback address names another host, as after DNS rebinding."""
+    server, host = scope.get("server"), Headers(scope=scope).get("host", "")
+    return server is not None and is_loopback(server[0]) and bool(host) and not is_loopback(_name(host))
 
 
 @lru_cache

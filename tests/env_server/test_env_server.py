@@ -366,6 +366,15 @@ async def test_a_token_guards_everything_but_health():
         assert (await http.get(f"{url}/schema", headers=foreign)).status_code == 401
 
 
+@pytest.mark.parametrize(("host", "status"), [("evil.example", 401), ("localhost", 200), ("127.0.0.1", 200)])
+async def test_without_a_token_only_names_of_this_machine_are_answered(host, status):
+    """By DNS rebinding, the page of http://evil.example is of the same origin as this server."""
+    async with serving_env(Sessions(COUNTED)) as url, httpx.AsyncClient(trust_env=False) as http:
+        place = f"{host}:{url.rpartition(':')[2]}"
+        page = {"Host": place, "Origin": f"http://{place}"}
+        assert (await http.get(f"{url}/schema", headers=page)).status_code == status
+
+
 async def test_the_task_api_names_tasks_without_their_rows():
     async with serving_env(Sessions(source_of("calculator"))) as url, httpx.AsyncClient(trust_env=False) as http:
         base = f"{url}/{(await http.get(f'{url}/list_environments')).json()[0]}"
