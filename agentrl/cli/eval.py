@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.options import PlayOverrides, check_effect, policy_folder
+from agentrl.cli.options import PlayOverrides, check_effect, policy_folder, trained_by
 
 if TYPE_CHECKING:
     from agentrl.config import RunConfig
@@ -218,17 +218,14 @@ def find(
             raise ConfigError("name an environment: --env module:Class, or a run folder or YAML file with its env")
         return Subject(endpoint=endpoint), _bare(endpoint.model, changes, exists=False), Path("runs/eval")
     target = policy_folder(target)
-    above = target.absolute().parent.parent
-    for folder in (target, above):
-        if (folder / "config.yaml").is_file():
-            config = of_env(load_config(folder / "config.yaml", changes, check_paths=False), env)
-            # A checkpoint has a config.yaml too, and is deleted by the run when there are newer ones.
-            of_run = target.absolute().parent.name == "checkpoints" and (above / "config.yaml").is_file()
-            kept = (above if of_run else folder) / "eval"
-            if endpoint is not None:
-                return Subject(endpoint=endpoint), config, kept
-            found = find_checkpoint(target)
-            return Subject(checkpoint=found.path, step=found.step), config, kept
+    if (folder := trained_by(target)) is not None:
+        config = of_env(load_config(folder / "config.yaml", changes, check_paths=False), env)
+        # The run deletes a checkpoint when there are newer ones.
+        kept = (target.absolute().parent.parent if (target / "config.json").is_file() else folder) / "eval"
+        if endpoint is not None:
+            return Subject(endpoint=endpoint), config, kept
+        found = find_checkpoint(target)
+        return Subject(checkpoint=found.path, step=found.step), config, kept
     if target.is_file():
         config = of_env(load_config(target, changes), env)
         if endpoint is not None:

@@ -70,6 +70,18 @@ def policy_folder(target: Path) -> Path:
     return snapshot
 
 
+def trained_by(policy: Path) -> Path | None:
+    """The folder whose config.yaml says how a policy was trained: a run, or a checkpoint in one.
+
+    None for any other model folder: its config.yaml is not read, because a configuration names code to run.
+    """
+    above = policy.absolute().parent.parent
+    in_run = policy.absolute().parent.name == "checkpoints" and (above / "config.yaml").is_file()
+    if not in_run and (policy / "config.json").is_file():
+        return None
+    return next((folder for folder in (policy, above)[: 1 + in_run] if (folder / "config.yaml").is_file()), None)
+
+
 def require_run(folder: Path) -> None:
     """Check that this is the folder of a run.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.cli.options import PlayOverrides, check_effect, policy_folder
+from agentrl.cli.options import PlayOverrides, check_effect, policy_folder, trained_by
 
 if TYPE_CHECKING:
     from agentrl.chat.template import Renderer
@@ -147,14 +147,13 @@ def _find(target: Path, overrides: list[str]) -> _Policy:
 
     check_effect(overrides, "serve", "on serving")
     named, target = target, policy_folder(target)
-    for run in (target, target.absolute().parent.parent):
-        if (run / "config.yaml").is_file():
-            config = load_config(run / "config.yaml", overrides, check_paths=False)
-            found = find_checkpoint(target)
-            renderer = load_renderer(config, found.path)
-            check_renderer(renderer, found.path)
-            engine = _with_grammars(config.engine)
-            return _Policy(config.name, found.path, renderer, engine, _digest(found.path, renderer), config.ray)
+    if (run := trained_by(target)) is not None:
+        config = load_config(run / "config.yaml", overrides, check_paths=False)
+        found = find_checkpoint(target)
+        renderer = load_renderer(config, found.path)
+        check_renderer(renderer, found.path)
+        engine = _with_grammars(config.engine)
+        return _Policy(config.name, found.path, renderer, engine, _digest(found.path, renderer), config.ray)
     if not (target / "config.json").is_file():
         raise ConfigError(
             f"{target}: has no config.yaml and no config.json; give a run folder, a checkpoint in one, or a model "
@@ -162,6 +161,7 @@ def _find(target: Path, overrides: list[str]) -> _Policy:
         )
     engine = _with_grammars(load_engine(overrides, str(target)))
     renderer = Renderer.from_directory(target)
+    check_renderer(renderer, target)
     name = target.absolute().name if named == target else str(named)
     return _Policy(name, target, renderer, engine, _digest(target, renderer))
 

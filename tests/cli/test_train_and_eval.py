@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from agentrl.cli import main
 from agentrl.cli.eval import find
+from agentrl.cli.serve import _find as serve_find
 from agentrl.engine.chat_client import Endpoint
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.run_folder.checkpoints import steps_saved
@@ -210,6 +212,25 @@ def test_eval_plays_a_run_a_checkpoint_and_a_bare_model(agentrl: Callable[..., D
     missing = agentrl("eval", f"{run}@7", cwd=trained)
     assert missing.returncode == 1
     assert "there is no checkpoint of step 7" in missing.stderr
+
+
+def test_a_config_in_a_model_folder_is_not_read(trained: Path, tmp_path: Path):
+    """It names code: a model folder could bring its own."""
+    run, model = next((trained / "runs").iterdir()), tmp_path / "model"
+    shutil.copytree(run / "checkpoints" / "step-2", model)
+    shutil.copytree(run / "checkpoints", model / "checkpoints", symlinks=True)
+    (model / "planted.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    config = (run / "config.yaml").read_text()
+    assert config.count("parser: auto") == 1
+    (model / "config.yaml").write_text(config.replace("parser: auto", "parser: planted.py:P"))
+    assert serve_find(model, []).directory == model
+    assert find(model, "a:B", [])[0].checkpoint == model
+    with pytest.raises(ConfigError, match="is a model outside of a run; name what it plays: --env"):
+        find(model, None, [])
+    assert not (tmp_path / "ran").exists()
+    (model / "renderer.json").write_text('{"hash": "of another template"}')
+    with pytest.raises(CheckpointError, match="was trained with another tokenizer, chat template"):
+        serve_find(model, [])
 
 
 def test_prompts_that_leave_no_room_are_left_out_as_in_training(agentrl: Callable[..., Done], trained: Path):
