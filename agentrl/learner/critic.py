@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedModel
+from transformers import AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from agentrl.algo.aggregate import Totals, aggregation_weights
@@ -36,6 +36,7 @@ from agentrl.learner.state import TrainingState, copy_state, restore_optimizer, 
 from agentrl.models.device import pick_device
 from agentrl.models.folder import refuse_adapter
 from agentrl.models.loading import LOADING
+from agentrl.models.model_config import any_config
 
 CRITIC_FOLDER = "critic"
 """In a checkpoint: the critic."""
@@ -48,6 +49,7 @@ def load_critic(directory: Path) -> PreTrainedModel:
         ConfigError: the directory is missing or holds no model, or its architecture has no token classifier.
     """
     refuse_adapter(directory, f"critic: {directory}")
+    config = _config(directory)
     register_attention()
     said = logging.get_verbosity()
     logging.set_verbosity(ERROR)  # it would advise to train the head that is missing: that follows
@@ -55,7 +57,7 @@ def load_critic(directory: Path) -> PreTrainedModel:
         with LOADING:
             loaded: Any = AutoModelForTokenClassification.from_pretrained(
                 directory,
-                num_labels=1,
+                config=config,
                 dtype=torch.float32,
                 attn_implementation=PACKED_ATTENTION,
                 local_files_only=True,
@@ -85,12 +87,19 @@ def load_critic(directory: Path) -> PreTrainedModel:
 def empty_critic(directory: Path) -> PreTrainedModel:
     """The same model without its values; call it where tensors have no storage (`torch.device("meta")`)."""
     register_attention()
-    config = AutoConfig.from_pretrained(directory, num_labels=1, local_files_only=True, trust_remote_code=False)
+    config = _config(directory)
     auto: Any = AutoModelForTokenClassification
     model: PreTrainedModel = auto.from_config(
         config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
     ).eval()
     return model
+
+
+def _config(directory: Path) -> PretrainedConfig:
+    """The config of a value model: one number for each token."""
+    config = any_config(directory, f"critic: {directory}")
+    config.num_labels = 1
+    return config
 
 
 class Critic:

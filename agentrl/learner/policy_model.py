@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.errors import ConfigError
 from agentrl.learner.attention.packed import PACKED_ATTENTION, check_attention, register_attention
 from agentrl.models.loading import load_causal_lm
+from agentrl.models.model_config import any_config
 
 
 def load_policy(directory: Path, device: torch.device) -> PreTrainedModel:
@@ -31,7 +32,7 @@ def load_policy(directory: Path, device: torch.device) -> PreTrainedModel:
 def empty_policy(directory: Path) -> PreTrainedModel:
     """The same model without its values; call it where tensors have no storage (`torch.device("meta")`)."""
     register_attention()
-    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    config = any_config(directory, str(directory))
     auto: Any = AutoModelForCausalLM
     model: PreTrainedModel = auto.from_config(
         config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION

@@ -40,13 +40,14 @@ def load_causal_lm(directory: Path, where: str, *, dtype: torch.dtype, attention
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    read_config(directory, where)
+    config = read_config(directory, where)
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         with LOADING:
             loaded: object = AutoModelForCausalLM.from_pretrained(
                 directory,
+                config=config,
                 dtype=dtype,
                 attn_implementation=attention,
                 local_files_only=True,

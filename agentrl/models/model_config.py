@@ -75,6 +75,8 @@ def any_config(directory: Path, where: str) -> PretrainedConfig:
                 "implements"
             ) from e
         raise ConfigError(f"{where}: config.json cannot be used: {one_line(e)}") from e
+    # A config.json can name kernels of the Hub here, which transformers would download and run.
+    config._attn_implementation = config._experts_implementation = None
     return config
 
 

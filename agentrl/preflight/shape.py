@@ -367,11 +367,13 @@ def classifier_parameters(directory: Path) -> int:
         ConfigError: it is missing, no JSON, or of a model that has no such head.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
+    from agentrl.models.model_config import any_config
+
+    config = any_config(directory, f"reward_model.path {directory}")
     auto: Any = AutoModelForSequenceClassification
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):  # shapes without storage
             model = auto.from_config(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as e:

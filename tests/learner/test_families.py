@@ -19,7 +19,7 @@ from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.errors import ConfigError
 from agentrl.learner.critic import load_critic
-from agentrl.learner.policy_model import checkpoint_activations, load_policy
+from agentrl.learner.policy_model import checkpoint_activations, empty_policy, load_policy
 from agentrl.models.trial import boundaries, with_near_boundaries
 from agentrl.preflight.shape import ModelShape
 from agentrl.rollout.rewards.classifier import Classifier
@@ -146,6 +146,21 @@ def test_own_code_beside_a_known_model_is_not_run(tmp_path: Path):
     (tmp_path / "own.py").write_text("raise RuntimeError('run')")
     assert "auto_map" in json.loads((tmp_path / "config.json").read_text())
     assert type(load_policy(tmp_path, torch.device("cpu"))).__name__ == "LlamaForCausalLM"
+
+
+def test_kernels_that_a_config_names_are_not_loaded(tmp_path: Path):
+    """Transformers would download code from the Hub and run it."""
+    AutoModelForCausalLM.from_config(bench.config_of(bench.Family("gemma", {}))).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    named = {"attn_implementation": "some/kernel", "experts_implementation": "some/kernel"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | named))
+    assert ModelShape.of_directory(tmp_path).layers == bench.SHAPE["num_hidden_layers"]
+    for model in (load_policy(tmp_path, torch.device("cpu")), load_critic(tmp_path)):
+        assert "some/kernel" not in (model.config._attn_implementation, model.config._experts_implementation)
+    with torch.device("meta"):
+        assert empty_policy(tmp_path).config._experts_implementation != "some/kernel"
+    with pytest.raises(ConfigError, match="has 2 labels"):
+        Classifier.load(RewardModelConfig(kind="classifier", path=str(tmp_path), device="cpu"), tmp_path)
 
 
 def test_an_adapter_is_neither_critic_nor_reward_model(tmp_path: Path):

@@ -42,13 +42,16 @@ class Classifier:
         from agentrl.models.device import pick_device
         from agentrl.models.folder import refuse_adapter
         from agentrl.models.loading import LOADING
+        from agentrl.models.model_config import any_config
 
         directory = Path(config.path or "")
         refuse_adapter(directory, f"reward_model.path {directory}")
+        shape = any_config(directory, f"reward_model.path {directory}")
         try:
             with LOADING:
                 loaded: Any = AutoModelForSequenceClassification.from_pretrained(
                     directory,
+                    config=shape,
                     dtype=torch.float32,
                     local_files_only=True,
                     trust_remote_code=False,
