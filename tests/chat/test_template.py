@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2.exceptions import SecurityError
+from packaging.requirements import Requirement
 
 from agentrl.chat.demonstrate import completion_of
+from agentrl.chat.jinja import compile_template
 from agentrl.chat.proof import TOOLS, prove, shapes
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
 from agentrl.chat.token_check import check_tokens
@@ -448,3 +453,15 @@ def test_ids_beyond_the_tokenizer_say_nothing_and_stay_in_the_ledger():
     assert transcript.complete(Completion(ids, (0.0,) * len(ids), (0,) * len(ids), "stop")).content == "so"
     assert transcript.ids[-len(ids) :] == ids
     assert not check_tokens(transcript).failed
+
+
+def test_templates_cannot_leave_their_sandbox():
+    """Jinja2 3.1.5 gives the modules of this process to the first one, and so the environment with its keys."""
+    escape = "{0.__globals__[json].codecs.sys.modules[os].environ}"
+    for source in ("{{ (text|attr('format'))(raise_exception) }}", "{{ text.format(raise_exception).strip() }}"):
+        render = compile_template(source)
+        with contextlib.suppress(SecurityError):
+            assert render(text=escape) == ""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (jinja,) = [found for text in project["dependencies"] if (found := Requirement(text)).name == "jinja2"]
+    assert "3.1.5" not in jinja.specifier
