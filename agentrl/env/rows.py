@@ -127,7 +127,17 @@ def _read_dataset(path: Path) -> Iterator[Row]:
         import datasets
     except ImportError as e:
         raise ConfigError(f"data: {path}: a saved dataset needs datasets: pip install 'agentrl-train[hf]'") from e
-    yield from enumerate(datasets.load_from_disk(str(path)), 1)
+    try:
+        found = datasets.load_from_disk(str(path))
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as e:  # the errors of pyarrow are some of these
+        raise ConfigError(f"data: {path}: not a saved dataset: {' '.join(str(e).split())[:300]}") from e
+    yield from enumerate(found, 1)
 
 
 def load_rows(

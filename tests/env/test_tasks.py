@@ -41,6 +41,10 @@ def test_a_saved_dataset_is_read(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "set")
     assert [dict(t.row) for t in load_rows(tmp_path / "set", Echo)] == [{"text": "a"}]
+    (file,) = (tmp_path / "set").glob("*.arrow")
+    file.write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="not a saved dataset: "):
+        load_rows(tmp_path / "set", Echo)
 
 
 def test_a_saved_dataset_dict_is_read_by_split(tmp_path):
