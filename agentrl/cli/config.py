@@ -54,7 +54,8 @@ def diff(
     new: Annotated[Path, typer.Argument(help="The YAML file to compare it with.", show_default=False)],
 ) -> None:
     """Print what differs between two configurations, defaults included."""
+    from agentrl.clean import visible
     from agentrl.config import config_diff, load_config
 
     changes = config_diff(load_config(old, check_paths=False), load_config(new, check_paths=False))
-    print(changes or "no difference")
+    print(visible(changes) or "no difference")

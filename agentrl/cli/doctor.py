@@ -110,7 +110,7 @@ def _show(found: Sequence[Finding]) -> None:
         if finding.step:
             print(f"  look at       {visible(where)}")
         if finding.series:
-            print(f"  series        {', '.join(finding.series)}")
+            print(f"  series        {visible(', '.join(finding.series))}")
         if finding.why:
             print(f"  why           {visible(finding.why)}")
 

@@ -25,6 +25,7 @@ def import_verl(
 
     from ruamel.yaml import YAML
 
+    from agentrl.clean import visible
     from agentrl.errors import ConfigError
     from agentrl.import_verl import import_verl as translate
 
@@ -40,7 +41,7 @@ def import_verl(
     for kind in ("by hand", "refused", "no effect", "same", "taken"):
         for note in imported.notes:
             if note.kind == kind:
-                print(note, file=sys.stderr)
+                print(visible(str(note)), file=sys.stderr)
     if out is None:
         print(text.getvalue(), end="")
         return

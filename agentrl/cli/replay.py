@@ -21,6 +21,7 @@ def replay(
 
     Starts from the newest checkpoint before the step. Exits with 1 if something differs.
     """
+    from agentrl.clean import visible
     from agentrl.cli.options import require_run
     from agentrl.extras import require
     from agentrl.reporting.display import quiet_transformers
@@ -37,15 +38,19 @@ def replay(
         body = dataclasses.asdict(found) | {"equal": found.equal, "first_in": found.first_in}
         typer.echo(json.dumps(body, indent=1))
     else:
-        typer.echo(f"replayed steps {found.from_step + 1} to {found.step} of {run}")
-        typer.echo(f"weights {found.digest[:16]}, saved {(found.saved_digest or 'not kept')[:16]}")
+
+        def say(text: str) -> None:
+            typer.echo(visible(text))
+
+        say(f"replayed steps {found.from_step + 1} to {found.step} of {run}")
+        say(f"weights {found.digest[:16]}, saved {(found.saved_digest or 'not kept')[:16]}")
         for number, metrics in found.metrics.items():
             for name, (logged, computed) in metrics.items():
-                typer.echo(f"step {number}: {name} {logged!r} in the run, {computed!r} replayed")
+                say(f"step {number}: {name} {logged!r} in the run, {computed!r} replayed")
         if found.tensor:
             gap = found.max_difference
             how = "which only one of them has in this shape" if gap is None else f"by up to {gap:.3g}"
-            typer.echo(f"first tensor that differs: {found.tensor}, {how}")
-        typer.echo("equal" if found.equal else f"differs, first in the {found.first_in}")
+            say(f"first tensor that differs: {found.tensor}, {how}")
+        say("equal" if found.equal else f"differs, first in the {found.first_in}")
     if not found.equal:
         raise typer.Exit(1)

@@ -43,6 +43,8 @@ Json = dict[str, Any]
 MAX_LINE = 4 << 20
 EVENTS_KEPT = 5_000
 """Lines of events.log that are read."""
+MAX_VALUES = 100_000
+"""Values of a configuration; a run's own has a few hundred, and its options what its author wrote."""
 QUIET_S = 600.0
 """A run on another machine counts as running for this long after its last change."""
 
@@ -354,4 +356,15 @@ def _parsed(text: str) -> Json:
         found = YAML(typ="safe", pure=True).load(text)
     except (YAMLError, RecursionError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return found if isinstance(found, dict) and _is_bounded(found) else {}
+
+
+def _is_bounded(config: Json) -> bool:
+    """Whether a configuration has as few values as a run writes; nested aliases can stand for billions."""
+    left: list[Any] = [config]
+    for _ in range(MAX_VALUES):
+        if not left:
+            return True
+        value = left.pop()
+        left.extend(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+    return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -195,3 +196,42 @@ def test_config(run: Path, capsys: pytest.CaptureFixture[str], text: str) -> Non
     assert "Traceback" not in said
     assert len(said) < 4000
     assert said.replace("\n", "").isprintable()
+
+
+def test_reading_a_run_runs_no_code_that_it_names(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "own.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\n")
+    text = (run / "config.yaml").read_text()
+    for code in ("use: m:E", "parser: auto", "kind: local", "loggers: []"):
+        assert code in text
+        named = "loggers: [own.py:A]" if code == "loggers: []" else f"{code.partition(':')[0]}: own.py:A"
+        text = text.replace(code, named)
+    (run / "config.yaml").write_text(text)
+    other = shutil.copytree(run, tmp_path / "other")
+    commands = [
+        ["show", run],
+        ["show", run, "--worst"],
+        ["runs", tmp_path],
+        ["compare", run, other],
+        ["doctor", run],
+    ]
+    commands += [["tag", run, "seen"], ["export", run, "--out", tmp_path / "rows.jsonl"]]
+    commands += [["view", run, "--export", tmp_path / "run.html"], ["config", "show", run / "config.yaml"]]
+    for command in commands:
+        works(capsys, *command)
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(SystemExit):
+        main(["rescore", str(run)])
+    assert (tmp_path / "ran").exists()
+
+
+def test_aliases_that_stand_for_billions_of_values_are_not_read(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = "abcdefghijklmn"
+    levels = zip(names[1:], names, strict=False)
+    bomb = "".join(f"{name}: &{name} [{', '.join([f'*{below}'] * 9)}]\n" for name, below in levels)
+    (run / "config.yaml").write_text(f"a: &a [x]\n{bomb}z: &z {{z: *z}}\n")
+    works(capsys, "compare", run, shutil.copytree(run, tmp_path / "other"))
+    works(capsys, "doctor", run)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 from rich.table import Table
@@ -30,6 +32,20 @@ def test_warnings_and_tracebacks(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     except ValueError as error:
         sys.excepthook(ValueError, error, error.__traceback__)
     for said in (capsys.readouterr().err, warnings.formatwarning(HOSTILE, UserWarning, "file.py", 1)):
+        assert "drowssap" in said
+        assert obeyed(said) == []
+
+
+def test_keys_of_configurations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, key = "env: agentrl.envs.calculator:Calculator\nmodel: {tiny: {}}\n", json.dumps(HOSTILE)
+    (tmp_path / "a.yaml").write_text(base)
+    (tmp_path / "b.yaml").write_text(f"{base}data: {{options: {{{key}: 1}}}}\n")
+    (tmp_path / "verl.yaml").write_text(f"data: {{{key}: 1}}\n")
+    for command in (["config", "diff", "a.yaml", "b.yaml"], ["import-verl", "verl.yaml"]):
+        with pytest.raises(SystemExit) as left:
+            main([str(tmp_path / word) if word.endswith(".yaml") else word for word in command])
+        assert not left.value.code
+        said = "".join(capsys.readouterr())
         assert "drowssap" in said
         assert obeyed(said) == []
 
