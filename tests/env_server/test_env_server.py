@@ -373,6 +373,7 @@ async def test_without_a_token_only_names_of_this_machine_are_answered(host, sta
         place = f"{host}:{url.rpartition(':')[2]}"
         page = {"Host": place, "Origin": f"http://{place}"}
         assert (await http.get(f"{url}/schema", headers=page)).status_code == status
+        assert (await http.get(f"{url}/schema", headers={"Origin": f"http://[{host}"})).status_code == 401
 
 
 async def test_the_task_api_names_tasks_without_their_rows():
