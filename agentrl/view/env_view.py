@@ -31,9 +31,12 @@ addEventListener("message", (e) => {{
 
 
 def view_file(run: Path, env: str) -> Path | None:
-    """The script with which an env shows its episodes; None if it has none."""
+    """The script with which an env shows its episodes; None if the run folder holds none.
+
+    A link or a name that leads out of the folder could put any file of the reader into an export.
+    """
     file = run / VIEWS / view_name(env)
-    return file if file.is_file() else None
+    return file if file.is_file() and file.resolve().is_relative_to(run.resolve()) else None
 
 
 def view_page(file: Path) -> str:

@@ -173,6 +173,7 @@ class Library:
             f"/api/renderer/{quote(id, safe='')}/{quote(file.stem, safe='')}": _of_file(file)
             for id, reader in self.runs.items()
             for file in sorted((reader.path / VIEWS).glob("*.js"))
+            if view_file(reader.path, file.stem) is not None
         }
 
     def tokens(self, id: str, step: int | None, name: str, span: Span) -> Json:

@@ -678,6 +678,10 @@ def test_an_export_carries_the_view_unless_it_is_redacted(library: Library, fold
     export(library, tmp_path / "report.html", Extent())
     export(library, tmp_path / "hidden.html", Extent(redact=True))
     assert "/api/renderer/calc/env" in (tmp_path / "report.html").read_text()
+    (tmp_path / "private.js").write_text("what_is_private")
+    (folder / "calc/views/other.js").symlink_to(tmp_path / "private.js")
+    export(library, tmp_path / "linked.html", Extent())
+    assert "what_is_private" not in (tmp_path / "linked.html").read_text()
     assert "renderer/calc" not in (tmp_path / "hidden.html").read_text()
 
 
