@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import keyword
 import os
+import re
 import shlex
 import shutil
 from dataclasses import asdict, dataclass
@@ -72,7 +73,8 @@ def served_url(url: str) -> Served:
         answer = httpx.get(f"{url.rstrip('/')}/metadata", headers=headers, timeout=30.0)
         answer.raise_for_status()
         about = answer.json()
-        if "served by agentrl" not in about["description"]:
+        # The name is written into files that run: `env_name` leaves no other characters.
+        if "served by agentrl" not in about["description"] or not re.fullmatch(r"[\w.-]{1,200}", about["name"]):
             raise ConfigError(f"{address}: this is not `agentrl env serve`")
     except httpx.HTTPStatusError as e:
         hint = "; put its token into AGENTRL_TOKEN" if e.response.status_code == 401 else ""
@@ -81,7 +83,7 @@ def served_url(url: str) -> Served:
         raise ConfigError(f"{address}: no answer ({type(e).__name__}); is `agentrl env serve` running?") from e
     except (KeyError, TypeError, ValueError) as e:
         raise ConfigError(f"{address}: this is not `agentrl env serve`") from e
-    return Served(str(about["name"]), url=url.rstrip("/"))
+    return Served(about["name"], url=url.rstrip("/"))
 
 
 def write_verifiers_package(served: Served, name: str, output: Path | None, split: str = "train") -> Written:

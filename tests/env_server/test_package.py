@@ -274,3 +274,17 @@ def test_a_wrong_command_is_one_clear_line(
     shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert said in shown
     assert "Traceback" not in shown
+
+
+async def test_a_server_cannot_write_code_into_the_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    async def metadata(request: Request) -> JSONResponse:
+        name = 'calc"""\nraise SystemExit("ran")\n"""'
+        return JSONResponse({"name": name, "description": "calc, served by agentrl"})
+
+    command = ["env", "package", "", "--as", "verifiers", "--name", "calc", "-o", str(tmp_path / "calc")]
+    async with running(Starlette(routes=[Route("/metadata", metadata)])) as command[2]:
+        with pytest.raises(SystemExit) as left:
+            await asyncio.to_thread(main, command)
+    assert left.value.code == 2
+    assert "this is not `agentrl env serve`" in capsys.readouterr().err
+    assert not (tmp_path / "calc").exists()
