@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import threading
 import time
@@ -14,6 +15,7 @@ from agentrl.reporting.loggers import log_feed as feed_module
 from agentrl.reporting.loggers.hide_secrets import has_secrets, without_secrets
 from agentrl.reporting.loggers.log_feed import QUEUED, Fed, LogFeed
 from agentrl.reporting.loggers.protocol import RunInfo, SampleEpisode
+from agentrl.reporting.loggers.sample_table import COLUMNS, markdown_table
 
 
 class Kept:
@@ -260,3 +262,16 @@ def test_the_last_call_is_made_although_the_queue_was_empty_before_it(tmp_path, 
     monkeypatch.setattr(worker._calls, "put", late)
     feed.finish({})
     assert [call[0] for call in slow.calls] == ["start", "metrics", "finish"]
+
+
+def test_the_text_of_a_policy_is_no_markup_in_a_table():
+    """A viewer renders the table; an image would be fetched from wherever the policy says."""
+    text = "![x](http://a/b.png) [y](http://a) <i> `c` \\| z\r\r# h\n***\x85~~s~~"
+    table = markdown_table([SampleEpisode("a", "b|", 1.0, True, "answered", 1, text)])
+    *_, row = table.splitlines()
+    assert table.count("\n") == 2
+    assert len(table.splitlines()) == 3
+    assert row.count("|") == 1 + len(COLUMNS)
+    cell = row.split("|")[-2]
+    assert set(cell.replace("&#", "").replace("<br>", "")).isdisjoint("![]<>`\\#*~_&")
+    assert html.unescape(cell).replace("<br>", "\n").strip() == text.replace("\r", "\n").replace("\x85", "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import astuple, fields
 
@@ -9,6 +10,8 @@ from agentrl.reporting.loggers.protocol import SampleEpisode
 from agentrl.types import Episode
 
 TEXT_CHARACTERS = 4000
+_MARKUP = re.compile(r"[&<>|\[\]!*_`\\#~]")
+"""What Markdown or HTML would act on: an image in a policy's text is fetched by the reader's browser."""
 COLUMNS = tuple(field.name for field in fields(SampleEpisode))
 
 
@@ -28,7 +31,7 @@ def markdown_table(rows: Sequence[SampleEpisode]) -> str:
 
 def _cell(value: object) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").replace("\n", "<br>")
+    return "<br>".join(_MARKUP.sub(lambda sign: f"&#{ord(sign[0])};", line) for line in text.splitlines())
 
 
 def _row(episode: Episode) -> SampleEpisode:
