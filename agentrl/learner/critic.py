@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from logging import ERROR
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -64,7 +65,16 @@ def load_critic(directory: Path) -> PreTrainedModel:
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-    except (OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError, SafetensorError) as e:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        RuntimeError,
+        AttributeError,
+        TypeError,
+        SafetensorError,
+        UnpicklingError,
+    ) as e:
         raise ConfigError(
             f"critic: {directory} cannot be loaded as a value model: {' '.join(str(e).split())[:300]}"
         ) from e

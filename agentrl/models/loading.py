@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, TypedDict, cast
 
 from agentrl.errors import ConfigError
@@ -57,7 +58,11 @@ def load_causal_lm(directory: Path, where: str, *, dtype: torch.dtype, attention
             )
     except (
         *(OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError),
-        *(SafetensorError, StrictDataclassError),  # the latter: config.json asks for another attention's outputs
+        *(
+            UnpicklingError,
+            SafetensorError,
+            StrictDataclassError,
+        ),  # the latter: config.json asks for another attention's outputs
     ) as e:
         why = " ".join(str(e).split())[:300]
         raise ConfigError(f"{where}: cannot load a causal language model: {why}") from e

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -161,6 +162,30 @@ def test_kernels_that_a_config_names_are_not_loaded(tmp_path: Path):
         assert empty_policy(tmp_path).config._experts_implementation != "some/kernel"
     with pytest.raises(ConfigError, match="has 2 labels"):
         Classifier.load(RewardModelConfig(kind="classifier", path=str(tmp_path), device="cpu"), tmp_path)
+
+
+class Planted:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_a_pickle_in_a_model_folder_is_not_run(tmp_path: Path):
+    model = AutoModelForCausalLM.from_config(bench.config_of(bench.Family("gemma", {})))
+    model.config.num_labels = 1
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict() | {"planted": Planted(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="cannot load a causal language model: "):
+        load_policy(tmp_path, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="cannot be loaded as a value model: "):
+        load_critic(tmp_path)
+    with pytest.raises(ConfigError, match=r"reward_model\.path .* cannot be loaded: "):
+        Classifier.load(RewardModelConfig(kind="classifier", path=str(tmp_path), device="cpu"), tmp_path)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_an_adapter_is_neither_critic_nor_reward_model(tmp_path: Path):

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from jinja2 import TemplateError
@@ -60,7 +61,7 @@ class Classifier:
             tokenizer: Any = AutoTokenizer.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False
             )
-        except (OSError, ValueError, KeyError) as e:
+        except (OSError, ValueError, KeyError, UnpicklingError) as e:
             raise ConfigError(
                 f"reward_model.path {directory} cannot be loaded: {' '.join(str(e).split())[:300]}"
             ) from e
