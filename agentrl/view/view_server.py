@@ -34,6 +34,7 @@ from agentrl.view.preferences import Preferences
 log = logging.getLogger(__name__)
 
 COOKIE = "agentrl_view"
+"""Beginning of the name; the port follows, because all ports of a host share their cookies."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-src 'self'; object-src 'none'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -261,13 +262,14 @@ class Guard:
             return _error(403, "This server does not answer to that name.", "Open the address that was printed.")
         if request.method not in ("GET", "HEAD") and not self._ours(request.headers.get("origin")):
             return _error(403, "A request from another page is not answered.", "Send no Origin, or this server's.")
+        cookie = f"{COOKIE}_{request.url.port or 80}"
         given = parse_qs(urlsplit(str(request.url)).query).get("token", [""])[0]
         if request.method == "GET" and request.url.path == "/" and self._is_token(given):
             answer = RedirectResponse("/", 303)
-            answer.set_cookie(COOKIE, self._token, httponly=True, samesite="strict", path="/")
+            answer.set_cookie(cookie, self._token, httponly=True, samesite="strict", path="/")
             return answer
         kind, _, key = request.headers.get("authorization", "").partition(" ")
-        key = key if kind.lower() == "bearer" else request.cookies.get(COOKIE, "")
+        key = key if kind.lower() == "bearer" else request.cookies.get(cookie, "")
         if not self._is_token(key):
             return _error(401, "The token is missing or wrong.", "Open the address that `agentrl view` printed.")
         return None

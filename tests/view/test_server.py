@@ -51,7 +51,7 @@ def library(folder: Path, tmp_path: Path) -> Library:
 def client(library: Library) -> Iterator[TestClient]:
     app = create_view(library, TOKEN, {"127.0.0.1:80"})
     with TestClient(
-        app, "http://127.0.0.1:80", headers={"host": "127.0.0.1:80"}, cookies={COOKIE: TOKEN}
+        app, "http://127.0.0.1:80", headers={"host": "127.0.0.1:80"}, cookies={f"{COOKIE}_80": TOKEN}
     ) as found:
         yield found
 
@@ -672,6 +672,20 @@ def test_the_view_of_an_env_has_no_origin_and_only_its_own_script(client: TestCl
     assert client.get(address).status_code == 401
 
 
+def test_two_viewers_of_one_browser_keep_their_cookies_apart(library: Library):
+    """A browser sends a cookie to all ports of a host, so those of one name would replace one another."""
+    tokens = {8001: "first" * 6, 8002: "second" * 5}
+    cookies: dict[str, str] = {}
+    for port, token in tokens.items():
+        place = f"127.0.0.1:{port}"
+        with TestClient(create_view(library, token, {place}), f"http://{place}") as client:
+            cookies |= client.get(f"/?token={token}", follow_redirects=False).cookies
+    for port, token in tokens.items():
+        place = f"127.0.0.1:{port}"
+        with TestClient(create_view(library, token, {place}), f"http://{place}", cookies=cookies) as client:
+            assert client.get("/api/runs").status_code == 200
+
+
 def test_an_export_carries_the_view_unless_it_is_redacted(library: Library, folder: Path, tmp_path: Path):
     (folder / "calc/views").mkdir()
     (folder / "calc/views/env.js").write_text(BOARD)
@@ -709,7 +723,9 @@ def test_tags_are_shown_and_searched(client: TestClient, folder: Path):
 def test_what_a_user_prefers_outlives_the_server(library: Library, tmp_path: Path):
     def opened() -> TestClient:
         app = create_view(library, TOKEN, {"127.0.0.1:80"}, Preferences(tmp_path / "config" / "view.json"))
-        return TestClient(app, "http://127.0.0.1:80", headers={"host": "127.0.0.1:80"}, cookies={COOKIE: TOKEN})
+        return TestClient(
+            app, "http://127.0.0.1:80", headers={"host": "127.0.0.1:80"}, cookies={f"{COOKIE}_80": TOKEN}
+        )
 
     filters = [{"name": "\u2028</script>", "text": "q=1"}]
     assert opened().post("/api/preferences", json={"theme": "dark"}).json() == {"theme": "dark"}
