@@ -100,7 +100,7 @@ def empty_critic(directory: Path) -> PreTrainedModel:
     config = _config(directory)
     auto: Any = AutoModelForTokenClassification
     model: PreTrainedModel = auto.from_config(
-        config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
+        config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, trust_remote_code=False
     ).eval()
     return model
 

@@ -89,7 +89,7 @@ def refuse_unknown_targets(config: RunConfig) -> None:
     )
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):  # names without storage
-        _refuse_unknown(auto.from_config(found), lora)
+        _refuse_unknown(auto.from_config(found, trust_remote_code=False), lora)
 
 
 def _refuse_unknown(model: PreTrainedModel, config: LoRAConfig) -> None:

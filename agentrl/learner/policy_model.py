@@ -35,7 +35,7 @@ def empty_policy(directory: Path) -> PreTrainedModel:
     config = any_config(directory, str(directory))
     auto: Any = AutoModelForCausalLM
     model: PreTrainedModel = auto.from_config(
-        config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
+        config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, trust_remote_code=False
     ).eval()
     return model
 

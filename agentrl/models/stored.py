@@ -73,5 +73,5 @@ def _without_values(directory: Path) -> PreTrainedModel | None:
     except ConfigError:  # a server may know it
         return None
     with torch.device("meta"):
-        model: PreTrainedModel = auto.from_config(config)
+        model: PreTrainedModel = auto.from_config(config, trust_remote_code=False)
     return model

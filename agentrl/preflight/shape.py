@@ -105,7 +105,7 @@ class ModelShape:
                 raise ConfigError(f"{where}: config.json says {key}: {size}; it must be at least 1")
         try:
             with torch.device("meta"):  # shapes without storage
-                model = auto.from_config(config)
+                model = auto.from_config(config, trust_remote_code=False)
         except _MADE_NO_MODEL as e:
             raise ConfigError(f"{where}: not a causal language model that can be planned: {str(e)[:300]}") from e
         heads = int(getattr(text, "num_attention_heads", 1))  # a state-space model has none
@@ -375,7 +375,7 @@ def classifier_parameters(directory: Path) -> int:
     auto: Any = AutoModelForSequenceClassification
     try:
         with torch.device("meta"):  # shapes without storage
-            model = auto.from_config(config)
+            model = auto.from_config(config, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as e:
         raise ConfigError(
             f"reward_model.path {directory}: not a classifier that can be planned: {str(e)[:300]}"

@@ -214,7 +214,7 @@ def make_smoke_model(target: Path, source: Path, corpus: Iterable[str], *, seed:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             models: Any = AutoModelForCausalLM  # `from_config` has no types
-            model = models.from_config(shape, dtype=torch.float32)
+            model = models.from_config(shape, dtype=torch.float32, trust_remote_code=False)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as e:
         raise ConfigError(f"model.path {source}: a tiny model of its architecture cannot be made: {e}") from e
     model.save_pretrained(target)

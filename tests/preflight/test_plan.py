@@ -414,24 +414,38 @@ def test_a_nested_config_is_one_error(tmp_path: Path):
         ModelShape.of_directory(tmp_path)
 
 
+CODE = {"AutoModelForCausalLM": "own.Model", "AutoModelForSequenceClassification": "own.Model"}
+
+
 @pytest.mark.parametrize("command", [["plan"], ["train", "--smoke"]])
-def test_code_of_a_model_folder_is_never_run(tmp_path: Path, command: list[str]):
+@pytest.mark.parametrize(
+    ("own", "role"),
+    [
+        ({"model_type": "own", "auto_map": CODE | {"AutoConfig": "own.Own"}}, "model"),
+        ({"model_type": "vit", "layer_types": ["linear_attention"], "auto_map": CODE}, "model"),
+        ({"model_type": "codegen", "auto_map": CODE}, "reward_model"),
+    ],
+    ids=["config", "model", "reward model"],
+)
+def test_code_of_a_model_folder_is_never_run(tmp_path: Path, command: list[str], own: dict[str, Any], role: str):
     """transformers would ask whether to, and run it after a yes."""
     folder, ran = tmp_path / "model", tmp_path / "ran"
     folder.mkdir()
-    own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}}
     (folder / "config.json").write_text(json.dumps(own))
     (folder / "own.py").write_text(
         f"open({str(ran)!r}, 'w').close()\n"
         "from transformers import PretrainedConfig\nclass Own(PretrainedConfig):\n    model_type = 'own'\n"
     )
     yaml = tmp_path / "tools.yaml"
-    yaml.write_text("env: agentrl.envs.calculator:Calculator\nmodel: {path: model}\nname: own\n")
+    models = {"model": "{path: model}", "reward_model": "{kind: classifier, path: model}"}
+    roles = "".join(f"{key}: {value}\n" for key, value in models.items() if key == role)
+    roles += "" if role == "model" else "model: {tiny: {}}\n"
+    yaml.write_text(f"env: agentrl.envs.calculator:Calculator\n{roles}name: own\n")
     called = [sys.executable, "-m", "agentrl", command[0], str(yaml), *command[1:]]
     done = subprocess.run(called, input="y\n" * 9, capture_output=True, text=True, cwd=tmp_path)
     assert not ran.exists()
     assert done.returncode == 2
-    assert "agentrl runs no code from model folders" in done.stderr
+    assert ("agentrl runs no code from model folders" in done.stderr) == (own["model_type"] == "own")
     assert "Do you wish" not in done.stdout + done.stderr
 
 
