@@ -422,7 +422,10 @@ CODE = {"AutoModelForCausalLM": "own.Model", "AutoModelForSequenceClassification
     ("own", "role"),
     [
         ({"model_type": "own", "auto_map": CODE | {"AutoConfig": "own.Own"}}, "model"),
-        ({"model_type": "vit", "layer_types": ["linear_attention"], "auto_map": CODE}, "model"),
+        (
+            {"model_type": "vit", "num_hidden_layers": 1, "layer_types": ["linear_attention"], "auto_map": CODE},
+            "model",
+        ),
         ({"model_type": "codegen", "auto_map": CODE}, "reward_model"),
     ],
     ids=["config", "model", "reward model"],
