@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.clean import clean_message, clean_text
 from agentrl.env.env import Env
 from agentrl.env.toolenv.asked import asking
-from agentrl.env.toolenv.dispatch import no_exit
+from agentrl.env.toolenv.dispatch import no_exit, wrapping_exits
 from agentrl.env.toolenv.json_schema import shorten
 from agentrl.env.toolenv.observe import error_text
 from agentrl.env.toolenv.rewards import LARGEST, BadReward, check_number
@@ -308,11 +308,13 @@ async def close_env(env: Env, timeout_s: float) -> None:
 
 def _made(make_env: Callable[[], Env]) -> Env:
     try:
-        return make_env()
+        with wrapping_exits():
+            return make_env()
     except AgentRLError:
         raise
     except Exception as e:  # the author's: it may fail although it was made before
-        raise InfraError(f"making the env: {error_text(e)}\n{traceback_of(e)}") from e
+        cause = raised(e)
+        raise InfraError(f"making the env: {error_text(cause)}\n{traceback_of(cause)}") from e
 
 
 async def reset_env(env: Env, episode: OpenEpisode) -> Sequence[Message]:

@@ -189,11 +189,13 @@ async def test_results_are_cut_by_the_policys_own_tokens(renderer):
     assert episode.metrics["output_truncated"] == 1
 
 
-async def test_a_close_that_fails_does_not_lose_the_episode(renderer):
+@pytest.mark.parametrize("error", [OSError("cannot close"), SystemExit("cannot close")])
+async def test_a_close_that_fails_does_not_lose_the_episode(renderer, error: BaseException):
     class Ajar(Contest):
         def teardown(self) -> None:
-            raise OSError("cannot close")
+            raise error
 
-    with pytest.warns(UserWarning, match=r"Ajar\.close: InfraError: Ajar\.teardown: OSError: cannot close"):
+    said = rf"Ajar\.close: InfraError: Ajar\.teardown: {type(error).__name__}: cannot close"
+    with pytest.warns(UserWarning, match=said):
         episode = await run_episode(player(renderer, Ajar, [say("end")]), Task("t"), episode_id="e", seed=0)
     assert episode.reward == 0.25

@@ -130,6 +130,7 @@ RAISED = {
     "its sandbox died": SandboxDied("gone"),
     "its sandbox was broken": SandboxBroken("gone", -1.0),
     "it quit": Quit("enough"),
+    "a task that it awaited was canceled": asyncio.CancelledError(),
     "it said nothing": Silent(),
 }
 
@@ -158,6 +159,20 @@ async def test_whose_fault_it_was_does_not_depend_on_how_it_was_raised(
     assert list(episode.faults) == [method]
     assert (episode.stop_reason is StopReason.FAULT) == (method == "step")
     assert len(episode.turns) == 1
+
+
+@pytest.mark.parametrize("what", ["it quit", "a task that it awaited was canceled"])
+async def test_an_env_that_leaves_while_it_is_made_is_an_infrastructure_failure(renderer: Renderer, what: str):
+    class Failing(Plain):
+        made = 0
+
+        def __init__(self) -> None:
+            type(self).made += 1
+            if self.made > 1:  # the first one is only asked whether it scores groups
+                raise RAISED[what]
+
+    with pytest.raises(InfraError, match=f"making the env: {type(RAISED[what]).__name__}"):
+        await GroupPlayer(player(renderer, Failing), 1, 0, infra_retries=0).play(Task("t"), "s", 0)
 
 
 async def test_an_episode_that_lacks_the_part_that_decides_is_scored(renderer: Renderer):

@@ -101,8 +101,7 @@ async def run_call(tools: Mapping[str, BoundTool], call: ToolCall, default_timeo
     except CallTimeout as e:
         outcome = CallOutcome(call, f"Error: {call.name} timed out: {e}", "tool_timeout")
     except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
+        if _is_cancelled():
             raise
         outcome = CallOutcome(call, "Error: CancelledError", "tool_exception")  # raised by the tool itself
     except Exception as e:
@@ -195,10 +194,24 @@ async def no_exit(awaitable: Awaitable[T]) -> T:
 
 @contextmanager
 def wrapping_exits() -> Iterator[None]:
-    """Raise `ToolRaised` for what is not a plain Exception, such as SystemExit, which would end the event loop."""
+    """Raise `ToolRaised` for what would end the event loop or its task.
+
+    These are exceptions that are not plain ones, such as SystemExit, and a CancelledError of something that the
+    author's code awaited, although nobody cancelled the current task.
+    """
     try:
         yield
-    except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
+    except (Exception, GeneratorExit, KeyboardInterrupt):
         raise
+    except asyncio.CancelledError as e:
+        if _is_cancelled():
+            raise
+        raise ToolRaised(e) from None
     except BaseException as e:
         raise ToolRaised(e) from None
+
+
+def _is_cancelled() -> bool:
+    """Whether the current task has been asked to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -269,7 +269,8 @@ class ToolEnv(ScoredEnv):
             except Exception as e:
                 # After a failed setup, teardown errors add no information: the failure has been raised already.
                 if self._was_set_up:
-                    raise InfraError(f"{type(self).__name__}.teardown: {error_text(e)}") from e
+                    cause = e.cause if isinstance(e, ToolRaised) else e
+                    raise InfraError(f"{type(self).__name__}.teardown: {error_text(cause)}") from e
             finally:
                 self._was_set_up = False
                 await self.release()

@@ -14,6 +14,7 @@ from agentrl.env.toolenv.declare import TOOL_MARK
 from agentrl.env.toolenv.dispatch import BoundTool, call_function
 from agentrl.env.toolenv.observe import error_text
 from agentrl.env.toolenv.spec import ToolSpec, check_methods, place_of, tool_spec
+from agentrl.env.toolenv.threads import ToolRaised
 from agentrl.errors import ConfigError
 
 
@@ -65,5 +66,6 @@ async def end(toolboxes: Sequence[Any], timeout_s: float) -> list[str]:
             try:
                 await call_function(teardown, {}, timeout_s)
             except Exception as e:
-                failures.append(f"{type(toolbox).__name__}.teardown: {error_text(e)}")
+                cause = e.cause if isinstance(e, ToolRaised) else e
+                failures.append(f"{type(toolbox).__name__}.teardown: {error_text(cause)}")
     return failures
