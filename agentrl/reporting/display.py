@@ -25,7 +25,7 @@ from rich.text import Text
 from agentrl.clean import visible
 from agentrl.reporting.notes import Notes
 from agentrl.reporting.report import Reporter, Summary
-from agentrl.reporting.safe_console import SafeConsole
+from agentrl.reporting.safe_console import RunConsole
 from agentrl.reporting.terminal import TerminalGuard
 
 
@@ -50,8 +50,8 @@ def make_display(name: str, *, again: str, console: Console | None = None) -> Di
         console: where to; standard output by default.
     """
     if console is None:
-        notebook = SafeConsole().is_jupyter  # whose outputs are no terminal, and would be one for each line
-        console = SafeConsole(force_jupyter=False, force_terminal=False) if notebook else SafeConsole()
+        notebook = RunConsole().is_jupyter  # whose outputs are no terminal, and would be one for each line
+        console = RunConsole(force_jupyter=False, force_terminal=False) if notebook else RunConsole()
     live = console.is_terminal and not console.is_dumb_terminal
     return LiveDisplay(name, console, again=again) if live else PlainDisplay(console, again=again)
 

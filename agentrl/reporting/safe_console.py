@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook, RenderResult
@@ -26,6 +27,21 @@ class SafeConsole(Console):
             if e.errno != errno.EIO:
                 raise
             self.quiet = True
+
+
+class RunConsole(SafeConsole):
+    """The console of a run. Output that cannot be written is dropped and does not end the run.
+
+    The reader of a pipe (`| tee`) may have gone, or the disk of a log be full.
+    """
+
+    def _check_buffer(self) -> None:
+        with suppress(OSError):
+            super()._check_buffer()
+
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit):  # of rich, which also redirects standard output to the null device
+            super().on_broken_pipe()
 
 
 class _Hook(RenderHook):

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -97,6 +97,36 @@ def test_what_is_shown_on_a_closed_terminal_is_no_error(term: str, tmp_path: Pat
     process.send_signal(signal.SIGHUP)
     _, said = process.communicate()
     assert (tmp_path / "saved").read_text() == "SIGHUP", said
+
+
+def lost_output(where: str) -> IO[str]:
+    """A file to which nothing can be written."""
+    if where == "a full disk":
+        if not Path("/dev/full").exists():
+            pytest.skip("this system has no /dev/full")
+        return Path("/dev/full").open("w")
+    ours, theirs = os.pipe()
+    os.close(ours)
+    return os.fdopen(theirs, "w")
+
+
+@pytest.mark.parametrize("where", ["a pipe that nobody reads", "a full disk"])
+def test_output_that_is_lost_does_not_end_a_run(where: str, tmp_path: Path):
+    """As after `| tee log` whose terminal was closed, or `> log` on a full disk."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from agentrl.reporting.display import make_display\n"
+        "with make_display('run', again='again') as display:\n"
+        "    display.phase('train', 3)\n"
+        "    for step in range(1, 4): display.step({'step': step, 'reward': 0.5})\n"
+        "    display.note('a last word')\n"
+        "Path(sys.argv[1]).touch()\n"
+    )
+    with lost_output(where) as output:
+        command = [sys.executable, "-c", code, str(tmp_path / "ended")]
+        result = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True)
+    assert (tmp_path / "ended").exists(), result.stderr
 
 
 class SignalsOnce(io.RawIOBase):
