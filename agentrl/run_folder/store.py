@@ -36,6 +36,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
+from weakref import WeakSet
 
 from agentrl.clean import clean_text
 from agentrl.config import RunConfig, dump_config, load_config
@@ -390,6 +391,16 @@ def find_checkpoint(path: Path) -> Checkpoint:
 
 
 LOCK = ".lock"
+_held: WeakSet[IO[str]] = WeakSet()
+
+
+def _let_go() -> None:
+    """In a forked process: the lock is that of the run, and ends with it even if this process lives on."""
+    for file in _held:
+        file.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _make_folder(path: Path) -> None:
@@ -434,6 +445,7 @@ def lock_folder(path: Path, instead: str = "give this run another `name`") -> IO
             file.close()
         e.filename = e.filename or str(path)
         raise
+    _held.add(file)
     return file
 
 

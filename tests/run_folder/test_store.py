@@ -205,6 +205,31 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path: Path):
     assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(".")) == ["thesis.tex"]
 
 
+def test_a_process_that_a_dead_run_forked_does_not_hold_its_folder(tmp_path: Path):
+    """As the workers of a `multiprocessing` pool of an env do after `kill -9` of the run."""
+    code = (
+        "import os, sys; from pathlib import Path; from agentrl.config import RunConfig\n"
+        "from agentrl.run_folder.store import RunStore\n"
+        "store = RunStore.open(RunConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2]))\n"
+        "if os.fork() == 0:\n"
+        "    print('forked', flush=True); sys.stdin.read(); os._exit(0)\n"
+        "os._exit(0)"
+    )
+    command = [sys.executable, "-c", code, config().model_dump_json(), str(tmp_path / "r")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "forked\n"
+        assert run.wait() == 0
+        RunStore.open(config(), tmp_path / "r").close()
+
+
+def test_a_run_that_forks_a_process_keeps_its_folder(tmp_path: Path):
+    with RunStore.open(config(), tmp_path / "r"):
+        subprocess.run([sys.executable, "-c", "pass"], preexec_fn=lambda: None, check=True)
+        with pytest.raises(ConfigError, match=f"held by process {os.getpid()} on"):
+            RunStore.open(config(), tmp_path / "r")
+
+
 def test_two_processes_cannot_hold_one_folder(tmp_path: Path):
     code = (
         "import sys; from pathlib import Path; from agentrl.config import RunConfig\n"
