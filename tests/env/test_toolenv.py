@@ -619,6 +619,16 @@ def test_a_tool_or_reward_that_is_no_plain_method_is_not_left_out_silently(kind,
         ({"sandbox": "docker"}, r"Odd\.sandbox must be Sandbox\(\.\.\.\), got 'docker'"),
         ({"toolboxes": dict}, r"Odd\.toolboxes must be a tuple of classes"),
         ({"toolboxes": ("agentrl.tools.sql:Sql",)}, r"Odd\.toolboxes must be a tuple of classes"),
+        (
+            {"system": property(lambda self: "Hi")},
+            r"Odd\.system must be a method, got .*write `def system\(self\)`",
+        ),
+        ({"system": "Hi"}, r"Odd\.system must be a method, got 'Hi'"),
+        (
+            {"respond": lambda self, text: None},
+            r"Odd\.respond: missing a required argument: 'text'; write `def respond\(self, message\)`",
+        ),
+        ({"teardown": lambda self, error: None}, r"Odd\.teardown: missing a required argument: 'error'"),
     ],
 )
 def test_a_declaration_that_could_not_work_is_refused(members, said):

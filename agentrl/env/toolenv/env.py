@@ -130,7 +130,7 @@ class ToolEnv(ScoredEnv):
 
     @classmethod
     def check_class(cls) -> None:
-        """Raises ConfigError if the declaration of a tool, a reward or `setup` is invalid."""
+        """Raises ConfigError if the declaration of a tool, a reward, `setup` or another hook is invalid."""
         cls.spec()
 
     @classmethod

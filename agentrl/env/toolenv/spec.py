@@ -209,6 +209,7 @@ def class_spec(cls: type) -> ClassSpec:
             if reward_spec.name in rewards:
                 raise ConfigError(f"{where}: a second reward named {reward_spec.name!r}; give one another `name=`")
             rewards[reward_spec.name] = reward_spec
+    _check_hooks(cls)
     return ClassSpec(tuple(tools.values()), tuple(rewards.values()), _setup_spec(cls), _system(cls))
 
 
@@ -264,6 +265,25 @@ def _check_attributes(cls: type) -> None:
 
 _OWN_NAMES: set[str] = set()
 """Attributes of ToolEnv and Env."""
+
+
+_HOOKS: Mapping[str, tuple[str, ...]] = {"system": (), "respond": ("message",), "teardown": ()}
+"""Optional methods of an env, with the names of the arguments that they get."""
+
+
+def _check_hooks(cls: type) -> None:
+    """Raises ConfigError if a hook is no method, or does not take its arguments."""
+    for name, arguments in _HOOKS.items():
+        hook = getattr(cls, name)
+        wanted = f"write `def {name}({', '.join(('self', *arguments))})`"
+        if not callable(hook):
+            raise ConfigError(f"{cls.__qualname__}.{name} must be a method, got {shorten(hook)}; {wanted}")
+        if not inspect.isfunction(hook):
+            continue
+        try:
+            inspect.signature(hook).bind(None, **dict.fromkeys(arguments))
+        except TypeError as e:
+            raise ConfigError(f"{place_of(hook, cls, name)}: {e}; {wanted}") from None
 
 
 def reserve_names(cls: type) -> None:
