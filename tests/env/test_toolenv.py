@@ -1,7 +1,9 @@
 import asyncio
+import functools
 import pickle
 import threading
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import pytest
@@ -635,6 +637,36 @@ def test_a_declaration_that_could_not_work_is_refused(members, said):
     env = type("Odd", (ToolEnv,), members)
     with pytest.raises(ConfigError, match=said):
         env.spec()
+
+
+async def test_hooks_may_be_static_or_decorated():
+    def of_the_text(method: Callable[[object, str], str]) -> Callable[..., str]:
+        @functools.wraps(method)
+        def of_the_message(self, message: Message) -> str:
+            return method(self, str(message.content))
+
+        return of_the_message
+
+    class Polite(ToolEnv):
+        @staticmethod
+        def system() -> str:
+            return "Be polite."
+
+        @of_the_text
+        def respond(self, text: str) -> str:
+            return text.upper()
+
+    class Brief(Polite):
+        @staticmethod
+        def respond(message: Message) -> str:
+            return "ok"
+
+    for env, answer in ((Polite, "PLEASE"), (Brief, "ok")):
+        env.check_class()
+        opened = env()
+        assert (await opened.reset(Task("t")))[0] == [Message("system", "Be polite.")]
+        assert (await opened.step(Message("assistant", "please")))[0] == [Message("user", answer)]
+        await opened.close()
 
 
 def test_a_tool_may_be_called_as_a_part_of_the_env_is():

@@ -280,8 +280,9 @@ def _check_hooks(cls: type) -> None:
             raise ConfigError(f"{cls.__qualname__}.{name} must be a method, got {shorten(hook)}; {wanted}")
         if not inspect.isfunction(hook):
             continue
-        try:
-            inspect.signature(hook).bind(None, **dict.fromkeys(arguments))
+        of_self = () if isinstance(inspect.getattr_static(cls, name), staticmethod) else (None,)
+        try:  # of a decorated method, the decorator's function is what gets the arguments
+            inspect.signature(hook, follow_wrapped=False).bind(*of_self, **dict.fromkeys(arguments))
         except TypeError as e:
             raise ConfigError(f"{place_of(hook, cls, name)}: {e}; {wanted}") from None
 
