@@ -36,8 +36,10 @@ class RunConsole(SafeConsole):
     """
 
     def _check_buffer(self) -> None:
-        with suppress(OSError):
+        try:
             super()._check_buffer()
+        except OSError:
+            del self._buffer[:]  # or it would be kept, and written again with the next line
 
     def on_broken_pipe(self) -> None:
         with suppress(SystemExit):  # of rich, which also redirects standard output to the null device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import importlib.util
 import io
@@ -27,6 +28,7 @@ from agentrl.reporting.display import (
     summary_text,
 )
 from agentrl.reporting.report import Summary
+from agentrl.reporting.safe_console import RunConsole
 from agentrl.run_folder.curve import _reward_names, smooth, write_curve
 from agentrl.run_folder.files import write_atomic
 from tests.reporting.screen import Screen
@@ -445,3 +447,23 @@ def test_held_out_tasks_are_one_line_of_the_screen():
         shown = console(terminal=False, width=80)
         shown.print(display.screen(80))
     assert "held-out tasks" not in written(shown)
+
+
+def test_output_that_a_full_disk_refuses_is_not_kept():
+    """A run on a full disk would keep all of it, and write it again with each line."""
+
+    class Disk(io.StringIO):
+        full = True
+
+        def write(self, text: str) -> int:
+            if self.full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(text)
+
+    disk = Disk()
+    console = RunConsole(file=disk)
+    for step in range(3):
+        console.print(f"step {step}")
+    disk.full = False
+    console.print("step 3")
+    assert disk.getvalue() == "step 3\n"
