@@ -114,13 +114,19 @@ class Vocabulary:
             ConfigError: it has not. Added tokens that the template does not write do not matter.
         """
         advice = f"the model has {size:,} (vocab_size in config.json): use the tokenizer that it was trained with"
-        if (plain := self._full.get_vocab_size(with_added_tokens=False)) > size:
+        plain = self._full.get_vocab_size(with_added_tokens=False)
+        if plain > size and self._beyond(size):
             raise ConfigError(f"{where}: tokenizer.json has {plain:,} tokens, and {advice}")
         read = variables_of(template)
         named = {token for name, token in self.special_tokens.items() if name in read}
         for token, id in self.control.items():
             if id >= size and (token in template or token in named):
                 raise ConfigError(f"{where}: the chat template writes {token!r}, token {id:,}, and {advice}")
+
+    def _beyond(self, size: int) -> set[int]:
+        """Ids from `size` on that text can have."""
+        ids = self._full.get_vocab(with_added_tokens=False).values()
+        return {id for id in ids if id >= size} - self._added.keys()
 
     def shield(self, value: object) -> Any:
         """Return `value` (text, or JSON-like data with text) with every control token in it made opaque."""

@@ -170,6 +170,12 @@ def test_a_tokenizer_of_more_tokens_than_the_model_is_refused_where_they_are_nee
             continue
         with pytest.raises(ConfigError, match=said):
             Renderer.from_directory(folder)
+    file = folder / "tokenizer.json"
+    spec = json.loads(file.read_text())
+    spec["model"]["vocab"] |= {token["content"]: token["id"] for token in spec["added_tokens"]}
+    file.write_text(json.dumps(spec))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": end}))
+    assert Renderer.from_directory(folder).vocabulary.control.keys() == control.keys()
 
 
 PLAIN_TEMPLATE = """
