@@ -65,6 +65,7 @@ def _without_values(directory: Path) -> PreTrainedModel | None:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from agentrl.models.loading import LOADING
     from agentrl.models.model_config import read_config
 
     auto: Any = AutoModelForCausalLM
@@ -72,6 +73,7 @@ def _without_values(directory: Path) -> PreTrainedModel | None:
         config = read_config(directory, str(directory))
     except ConfigError:  # a server may know it
         return None
-    with torch.device("meta"):
-        model: PreTrainedModel = auto.from_config(config, trust_remote_code=False)
+    # In float32, because transformers makes the dtype of a model the default of PyTorch meanwhile, in all threads.
+    with LOADING, torch.device("meta"):
+        model: PreTrainedModel = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
     return model

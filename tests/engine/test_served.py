@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from agentrl.engine.base import GenerateOptions, TokenLogprob
 from agentrl.engine.servers.client import Listener
@@ -407,6 +407,25 @@ async def test_experts_travel_under_the_names_that_servers_load(tmp_path: Path, 
         if way == "delta":
             assert all(body.get("load_format") for _, body in server.weights[before:]), "not all of them again"
         assert len({name for name in exact_tensors(folder) if name in wanted}) == (3 if kind == "hy_v3" else 0)
+
+
+def test_names_are_found_without_a_change_of_the_default_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is that of all threads, and the learner and the envs compute meanwhile."""
+    deepseek(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
+    defaults, change = set(), torch.set_default_dtype
+
+    def seen(dtype: torch.dtype) -> None:
+        defaults.add(dtype)
+        change(dtype)
+
+    monkeypatch.setattr(torch, "set_default_dtype", seen)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model"))
+    assert defaults == {torch.bfloat16, torch.float32}
+    defaults.clear()
+    assert exact_tensors(tmp_path / "model")
+    assert defaults <= {torch.float32}
 
 
 async def test_weights_travel_through_a_folder(model: Path, tmp_path: Path) -> None:
