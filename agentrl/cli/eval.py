@@ -221,7 +221,7 @@ def find(
     if (folder := trained_by(target)) is not None:
         config = of_env(load_config(folder / "config.yaml", changes, check_paths=False), env)
         # The run deletes a checkpoint when there are newer ones.
-        kept = (target.absolute().parent.parent if (target / "config.json").is_file() else folder) / "eval"
+        kept = (target.resolve().parent.parent if (target / "config.json").is_file() else folder) / "eval"
         if endpoint is not None:
             return Subject(endpoint=endpoint), config, kept
         found = find_checkpoint(target)

@@ -75,8 +75,9 @@ def trained_by(policy: Path) -> Path | None:
 
     None for any other model folder: its config.yaml is not read, because a configuration names code to run.
     """
-    above = policy.absolute().parent.parent
-    in_run = policy.absolute().parent.name == "checkpoints" and (above / "config.yaml").is_file()
+    checkpoints = policy.resolve().parent
+    above = checkpoints.parent
+    in_run = checkpoints.name == "checkpoints" and (above / "config.yaml").is_file()
     if not in_run and (policy / "config.json").is_file():
         return None
     return next((folder for folder in (policy, above)[: 1 + in_run] if (folder / "config.yaml").is_file()), None)

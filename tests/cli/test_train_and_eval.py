@@ -233,6 +233,14 @@ def test_a_config_in_a_model_folder_is_not_read(trained: Path, tmp_path: Path):
         serve_find(model, [])
 
 
+def test_a_link_to_a_checkpoint_is_one(trained: Path, tmp_path: Path):
+    run, link = next((trained / "runs").iterdir()), tmp_path / "best"
+    link.symlink_to(run / "checkpoints" / "step-2")
+    subject, config, kept = find(link, None, [])
+    assert (subject.step, config.name, kept) == (2, run.name, run / "eval")
+    assert serve_find(link, []).name == run.name
+
+
 def test_prompts_that_leave_no_room_are_left_out_as_in_training(agentrl: Callable[..., Done], trained: Path):
     run = next((trained / "runs").iterdir())
     tight = ("--set", "data.overlong_prompts=drop", "--set", "rollout.token_budget=185")
