@@ -19,6 +19,8 @@ from agentrl.env.images import refuse_images
 from agentrl.env.load import load_env
 from agentrl.env.rows import load_rows
 from agentrl.env.solved import SolvedAt
+from agentrl.env.toolenv.dispatch import no_exit
+from agentrl.env.toolenv.threads import ToolRaised
 from agentrl.errors import ConfigError, InfraError, JudgeError
 from agentrl.rollout.episode import Player
 from agentrl.rollout.group import GroupPlayer
@@ -173,6 +175,25 @@ async def test_an_env_that_leaves_while_it_is_made_is_an_infrastructure_failure(
 
     with pytest.raises(InfraError, match=f"making the env: {type(RAISED[what]).__name__}"):
         await GroupPlayer(player(renderer, Failing), 1, 0, infra_retries=0).play(Task("t"), "s", 0)
+
+
+async def test_a_task_group_that_failed_earlier_is_no_cancellation():
+    """Before Python 3.13, it leaves a request to cancel the task around it."""
+
+    async def fails() -> None:
+        raise OSError("gone")
+
+    async def awaits_what_was_canceled() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(ExceptionGroup):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fails())
+    with pytest.raises(ToolRaised):
+        await no_exit(awaits_what_was_canceled())
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await no_exit(asyncio.sleep(60))
 
 
 async def test_an_episode_that_lacks_the_part_that_decides_is_scored(renderer: Renderer):

@@ -95,13 +95,13 @@ async def run_call(tools: Mapping[str, BoundTool], call: ToolCall, default_timeo
     except InvalidArguments as e:
         return CallOutcome(call, f"Error: invalid arguments: {e}", "invalid_args")
     timeout_s = bound.timeout_s if bound.timeout_s is not None else default_timeout_s
-    start = time.perf_counter()
+    start, before = time.perf_counter(), _cancellations()
     try:
         outcome = _read_result(call, await bound.call(arguments, timeout_s))
     except CallTimeout as e:
         outcome = CallOutcome(call, f"Error: {call.name} timed out: {e}", "tool_timeout")
     except asyncio.CancelledError:
-        if _is_cancelled():
+        if _cancellations() > before:
             raise
         outcome = CallOutcome(call, "Error: CancelledError", "tool_exception")  # raised by the tool itself
     except Exception as e:
@@ -199,19 +199,20 @@ def wrapping_exits() -> Iterator[None]:
     These are exceptions that are not plain ones, such as SystemExit, and a CancelledError of something that the
     author's code awaited, although nobody cancelled the current task.
     """
+    before = _cancellations()
     try:
         yield
     except (Exception, GeneratorExit, KeyboardInterrupt):
         raise
     except asyncio.CancelledError as e:
-        if _is_cancelled():
+        if _cancellations() > before:
             raise
         raise ToolRaised(e) from None
     except BaseException as e:
         raise ToolRaised(e) from None
 
 
-def _is_cancelled() -> bool:
-    """Whether the current task has been asked to end."""
+def _cancellations() -> int:
+    """Requests to cancel the current task. Before Python 3.13, a TaskGroup that failed in it leaves one behind."""
     task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    return task.cancelling() if task is not None else 0
