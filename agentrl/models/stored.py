@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,25 +36,37 @@ def exact_tensors(directory: Path) -> frozenset[str]:
         for name, tensor in model.state_dict().items()
         if name in buffers or any(part in name for part in listed)
     }
-    return frozenset({*found, *_as_saved(model, found)})
+    return frozenset({*found, *_as_saved(model, dict(found))})
 
 
-def as_saved(weights: Mapping[str, Tensor], directory: Path) -> dict[str, Tensor]:
+def as_saved(weights: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
     """Weights of a model by the names, and in the pieces, in which transformers saves them and other programs load
     them: it computes with all experts of a layer in one tensor, and saves them one by one.
 
     Args:
+        weights: emptied, so that the tensors of a block are freed once they are copied.
         directory: of the model, with its config.json. Of a model that transformers does not know, nothing changes.
     """
     model = _without_values(directory)
-    return dict(weights) if model is None else _as_saved(model, weights)
+    return weights if model is None else _as_saved(model, weights)
 
 
-def _as_saved(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _as_saved(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
-    saved: dict[str, Tensor] = revert_weight_conversion(model, dict(weights))
-    return {name: tensor.contiguous() for name, tensor in saved.items()}
+    saved: dict[str, Tensor] = {}
+    for block in _blocks(weights):  # transformers copies most experts, so one at a time
+        part = revert_weight_conversion(model, {name: weights.pop(name) for name in block})
+        saved |= {name: tensor.contiguous() for name, tensor in part.items()}
+    return saved
+
+
+def _blocks(names: Iterable[str]) -> list[list[str]]:
+    """Names of tensors by block; those outside of the blocks together."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault("".join(re.findall(r"^.*?\.[0-9]+\.", name)), []).append(name)
+    return list(found.values())
 
 
 @lru_cache(maxsize=1)

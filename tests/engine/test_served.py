@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from agentrl.engine.base import GenerateOptions, TokenLogprob
@@ -27,7 +28,7 @@ from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.streams import SGLangStream
 from agentrl.engine.servers.weight_sync import AdapterSync, DiskSync, TensorSync, WeightSync, buckets, distinct
 from agentrl.errors import EngineError
-from agentrl.models.stored import exact_tensors
+from agentrl.models.stored import as_saved, exact_tensors
 from agentrl.testing.sglang_server import LoopbackServer
 from agentrl.types import Sampling
 from bench.families import FAMILIES, config_of
@@ -407,6 +408,25 @@ async def test_experts_travel_under_the_names_that_servers_load(tmp_path: Path, 
         if way == "delta":
             assert all(body.get("load_format") for _, body in server.weights[before:]), "not all of them again"
         assert len({name for name in exact_tensors(folder) if name in wanted}) == (3 if kind == "hy_v3" else 0)
+
+
+def test_experts_are_copied_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A second copy of all of them would take much of the memory that the weights do."""
+    (family,) = (f for f in FAMILIES if (f.model_type, f.about) == ("qwen3_moe", ""))
+    policy = AutoModelForCausalLM.from_config(config_of(family))
+    policy.config.save_pretrained(tmp_path)
+    weights = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    stacks = [StorageWeakRef(t.untyped_storage()) for n, t in weights.items() if n.endswith("gate_up_proj")]
+    left, copied = set(), torch.Tensor.contiguous
+
+    def seen(tensor: torch.Tensor) -> torch.Tensor:
+        left.add(sum(not stack.expired() for stack in stacks))
+        return copied(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "contiguous", seen)
+    as_saved(weights, tmp_path)
+    assert len(stacks) > 1
+    assert left == set(range(len(stacks) + 1))
 
 
 def test_names_are_found_without_a_change_of_the_default_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
