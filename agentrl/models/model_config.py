@@ -19,8 +19,8 @@ def refuse_config(config: PretrainedConfig, where: str) -> None:
     """Reject models that cannot work, judging by their config.
 
     Raises:
-        ConfigError: the model has an encoder, quantized weights, or rotary embeddings that change with the length
-            of a batch.
+        ConfigError: the model has an encoder, quantized weights, rotary embeddings that change with the length of
+            a batch, or returns the weights of its attention.
     """
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
@@ -30,6 +30,11 @@ def refuse_config(config: PretrainedConfig, where: str) -> None:
         raise ConfigError(
             f"{where}: the weights are quantized ({method or 'quantization_config in config.json'}), and agentrl "
             "computes with the original ones: use the model that they were made from"
+        )
+    if getattr(config, "output_attentions", False) or getattr(config.get_text_config(), "output_attentions", False):
+        raise ConfigError(
+            f"{where}: config.json says output_attentions: true, and attention on packed rows gives no weights: "
+            "remove it"
         )
     for section in config_sections(config):
         for rope in _rope_kinds(section.get("rope_parameters") or section.get("rope_scaling")):

@@ -218,7 +218,7 @@ async def test_those_that_wait_are_scored_together(classifier_dir: Path, tmp_pat
 @pytest.mark.slow
 async def test_what_is_no_reward_model_is_said(classifier_dir: Path, tmp_path: Path):
     base = classifier_dir.parent / "base"
-    for path, said in ((tmp_path, "cannot be loaded"), (base, "labels|no trained head")):
+    for path, said in ((tmp_path, "has no config.json"), (base, "labels|no trained head")):
         with pytest.raises(ConfigError, match=said):
             await make_reward_model(RewardModelConfig(kind="classifier", path=str(path)), tmp_path)
     for wrong, said in (
