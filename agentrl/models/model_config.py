@@ -31,7 +31,7 @@ def refuse_config(config: PretrainedConfig, where: str) -> None:
             f"{where}: the weights are quantized ({method or 'quantization_config in config.json'}), and agentrl "
             "computes with the original ones: use the model that they were made from"
         )
-    if getattr(config, "output_attentions", False) or getattr(config.get_text_config(), "output_attentions", False):
+    if any(getattr(part, "output_attentions", False) for part in (config, config.get_text_config())):
         raise ConfigError(
             f"{where}: config.json says output_attentions: true, and attention on packed rows gives no weights: "
             "remove it"

@@ -36,7 +36,7 @@ CHUNK = 2 << 20
 FILE_LIMITS: CallLimits = (60.0, 0, 4 << 20, 4 << 20)
 """File contents are transferred in chunks of this size."""
 
-CAUSE_TIMEOUT_S = 10.0
+CAUSE_TIMEOUT_S = 25.0
 """Time limit for the back-end to find out what ended a sandbox."""
 
 PATIENCE_S = 20.0

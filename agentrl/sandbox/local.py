@@ -21,7 +21,7 @@ from agentrl.sandbox.errors import SandboxUnavailable
 from agentrl.sandbox.link import StreamLink
 
 OPEN_TIMEOUT_S, KILL_TIMEOUT_S = 30.0, 20.0
-END_TIMEOUT_S = 8.0
+END_TIMEOUT_S = 20.0
 """Seconds a sandbox may take to end after its link breaks."""
 
 
@@ -43,9 +43,12 @@ class LocalProcess:
             return "it was killed by the program that leased it"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_TIMEOUT_S):
-                await asyncio.shield(self.ended)
+                while not self.ended.done():
+                    if stopped := self._stopped_from_outside():
+                        return stopped
+                    await asyncio.wait({self.ended}, timeout=0.5)
         if not self.ended.done():
-            return self._stopped_from_outside()
+            return None
         if self.end is None:
             return "the keeper of the sandboxes is gone"
         if not self._backend.shields_supervisor or not os.WIFSIGNALED(self.end["exit"]):
