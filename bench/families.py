@@ -424,9 +424,7 @@ def main() -> int:
     torch.set_num_threads(1)
     chosen = [f for f in FAMILIES if (f.quick or not arguments.quick) and arguments.only in (None, f.model_type)]
     if not chosen:
-        parser.error(
-            f"--only: there is no family of model type {arguments.only!r}{' in --quick' * arguments.quick}"
-        )
+        parser.error(f"--only: unknown model type {arguments.only!r}{' (--quick tries fewer)' * arguments.quick}")
     started, found = time.perf_counter(), list[Finding]()
     for family in chosen:
         with tempfile.TemporaryDirectory() as folder:

@@ -297,8 +297,8 @@ def _check_penalties(config: RunConfig, env: str = "") -> None:
     where = f"envs.{env}: " if env else ""
     if config.algorithm.advantage.name == "max_rl" and config.rollout.overlong == "penalise":
         raise ValueError(
-            f"{where}rollout.overlong penalise can make rewards negative, and algorithm.advantage max_rl needs "
-            "rewards of at least 0: use train or mask, or another advantage"
+            f"{where}rollout.overlong: penalise can lead to negative rewards, which algorithm.advantage: max_rl "
+            "does not accept; use train or mask, or another advantage"
         )
 
 

@@ -9,7 +9,6 @@ Source: Hu et al. 2021, arXiv:2106.09685.
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -27,10 +26,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from agentrl.config.run import LoRAConfig, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.shard import World, settle, whole
-from agentrl.models.linear import is_linear, linear_layers, targeted
+from agentrl.models.linear import ending, is_linear, linear_layers, targeted, unknown_target
 from agentrl.models.model_config import one_line, read_config
 from agentrl.models.tiny import tiny_config
-from agentrl.suggest import did_you_mean
 
 ADAPTER_FOLDER = "adapter"
 """In a checkpoint: the adapter alone, as peft writes it."""
@@ -95,12 +93,7 @@ def refuse_unknown_targets(config: RunConfig) -> None:
 def _refuse_unknown(model: PreTrainedModel, config: LoRAConfig) -> None:
     for target in config.targets if isinstance(config.targets, list) else ():
         if not targeted(model, [target]):
-            known = sorted({_ending(name) for name in linear_layers(model)})
-            near = did_you_mean(target, known)
-            raise ConfigError(
-                f"learner.lora.targets: the model has no linear layer {target!r}{'; ' * bool(near)}{near}; its "
-                f"linear layers are {', '.join(known)}"
-            )
+            raise unknown_target(target, linear_layers(model))
 
 
 @contextmanager
@@ -201,13 +194,8 @@ def _is_moved(model: nn.Module, target: str) -> bool:
 def _ends(name: str) -> list[str]:
     """The ends of a layer's name, from the shortest that says which layer of a block it is to the whole name."""
     parts = name.split(".")
-    first = len(parts) - _ending(name).count(".") - 1
+    first = len(parts) - ending(name).count(".") - 1
     return [".".join(parts[place:]) for place in range(first, -1, -1)]
-
-
-def _ending(name: str) -> str:
-    """The end of a layer's name that says which it is: `q_proj`, or `ffn.2`, since `2` would be a block too."""
-    return re.sub(r"^.*\.(?=\D)", "", name)
 
 
 def check_adapter(adapter: Path, config: LoRAConfig) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+
+from agentrl.errors import ConfigError
+from agentrl.suggest import did_you_mean
 
 _IN_ROUTER = re.compile(r"\.router(\.|$)|\.gate\.")
 """The name of a linear layer that is (part of) a router: `mlp.router.classifier`, `mlp.gate.wg`."""
@@ -32,6 +36,21 @@ def targeted(model: PreTrainedModel, targets: str | list[str]) -> dict[str, nn.M
     if targets == "all-linear":
         return {n: module for n, module in found.items() if module is not head and not _IN_ROUTER.search(n)}
     return {n: module for n, module in found.items() if any(f".{n}".endswith(f".{t}") for t in targets)}
+
+
+def ending(name: str) -> str:
+    """The end of a layer's name that says which it is: `q_proj`, or `ffn.2`, since `2` would be a block too."""
+    return re.sub(r"^.*\.(?=\D)", "", name)
+
+
+def unknown_target(target: str, names: Iterable[str]) -> ConfigError:
+    """The error for an entry of `learner.lora.targets` that fits none of these linear layers."""
+    known = sorted({ending(name) for name in names})
+    near = did_you_mean(target, known)
+    return ConfigError(
+        f"learner.lora.targets: the model has no linear layer {target!r}{'; ' * bool(near)}{near}; its linear "
+        f"layers are {', '.join(known)}"
+    )
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from agentrl.config.run import RunConfig
 from agentrl.engine.servers.kinds import KINDS
-from agentrl.errors import ConfigError
 from agentrl.preflight.estimate import Phase, colocated
 from agentrl.preflight.shape import BFLOAT16, FLOAT32, ModelShape, classifier_parameters
 from agentrl.trainer.room import longest_episode
@@ -16,8 +15,8 @@ HERE = "the process of the run"
 POLICY_LOGITS = 5
 """Copies of a chunk of logits: as they are, as log-probabilities, and three for the entropy."""
 COMPARED = 3 * 8 + 5 * 4
-"""Bytes for each token that `kl.kind: full` compares: three copies of its id, and of its log-probabilities both
-models' (the reference's with ids beside it), the divergence and its gradient."""
+"""Bytes for each token that `kl.kind: full` compares: three int64 copies of its id, and five float32 values (its
+log-probabilities under both models, the divergence, and their gradients)."""
 CPU_CACHE = 0.25
 """Share of the machine's memory that the local engine's cache may take; on a GPU it is half of what is free."""
 
@@ -65,11 +64,9 @@ def _refuse_unknown_targets(config: RunConfig, policy: ModelShape) -> None:
     lora = config.learner.lora
     for target in () if lora is None or isinstance(lora.targets, str) else lora.targets:
         if not policy.lora_parameters(1, [target]):
-            known = sorted({name.rpartition(".")[2] for name, *_ in (*policy.linear, *policy.named)})
-            raise ConfigError(
-                f"learner.lora.targets: the model has no linear layer {target!r}; its linear layers are "
-                f"{', '.join(known)}"
-            )
+            from agentrl.models.linear import unknown_target
+
+            raise unknown_target(target, [name for name, *_ in (*policy.linear, *policy.named)])
 
 
 def _reference(config: RunConfig, policy: ModelShape) -> ModelShape | None:

@@ -395,7 +395,7 @@ _held: WeakSet[IO[str]] = WeakSet()
 
 
 def _let_go() -> None:
-    """In a forked process: the lock is that of the run, and ends with it even if this process lives on."""
+    """Close the lock files in a forked child, so that the lock is released when the run ends."""
     for file in _held:
         file.close()
 

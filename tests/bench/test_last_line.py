@@ -98,7 +98,7 @@ def test_without_a_gpu_there_is_a_line_that_says_so(
         (["integrity", "--only", "nope"], "--only: no attack has 'nope' in its name"),
         (["kill9", "--kinds", "nope"], "there is no 'nope'; there are moment, checkpoint, rank"),
         (["kill9", "--kills", "0"], "--kills: 0; at least 1 is needed to compare"),
-        (["families", "--only", "nope"], "--only: there is no family of model type 'nope'"),
+        (["families", "--only", "nope"], "--only: unknown model type 'nope'"),
         (["reach", "nope"], "argument names: there is no 'nope'"),
         (["gpu_learner", "--smoke", "--shapes", "nope"], "argument --shapes: there is no 'nope'"),
         (["gpu_rollout", "--smoke", "--shapes", "nope"], "argument --shapes: there is no 'nope'"),

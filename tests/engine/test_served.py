@@ -430,7 +430,7 @@ def test_experts_are_copied_block_by_block(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_names_are_found_without_a_change_of_the_default_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It is that of all threads, and the learner and the envs compute meanwhile."""
+    """The default dtype is global, and other threads (the learner, the envs) create tensors at the same time."""
     deepseek(tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))

@@ -232,7 +232,7 @@ def test_a_teacher_that_nobody_serves_is_refused_before_the_run(teacher: Path):
         ({"learner": {"reference_ranks": 2}, "algorithm": {"kl": {"kind": "full"}}}, "full compares whole"),
         ({"rollout": {"refill_zero_signal": True}}, "compares no siblings"),
         ({"algorithm": {"advantage": "max_rl", "kl": {"where": "both"}}}, "both can make rewards"),
-        ({"algorithm": {"advantage": "max_rl"}, "rollout": {"overlong": "penalise"}}, "penalise can make"),
+        ({"algorithm": {"advantage": "max_rl"}, "rollout": {"overlong": "penalise"}}, "penalise can lead to"),
         ({"algorithm": {"observation_coef": 0.1}, "rollout": {"max_turns": 1}}, "observation_coef has no effect"),
     ],
 )  # fmt: skip
