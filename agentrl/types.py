@@ -291,7 +291,7 @@ class Sample:
     `columns` holds more about them by name (what the learner said before the step, for instance): one number for
     each token under the mask, in order. `routes`, where known, cover all tokens. `hinted` is set if the
     teacher reads another opening than the policy. `observed` is True on the tokens of the env's answers, for the
-    observation loss; () if there is none.
+    observation loss; () if there is none. `env` is the env's name in a mixture.
     """
 
     ids: tuple[int, ...]
@@ -305,3 +305,9 @@ class Sample:
     routes: Routes | None = None
     hinted: HintedOpening | None = None
     observed: tuple[bool, ...] = ()
+    env: str = ""
+
+
+def has_teacher(row: Sample) -> bool:
+    """Whether the KL penalty counts on the row: its column `taught`, where some episodes have no teacher."""
+    return any(row.columns.get("taught", (1.0,)))

@@ -22,6 +22,7 @@ def check_sections(config: RunConfig) -> None:
     _check_envs(config)
     _check_models(config)
     _check_teacher(config)
+    _check_teachers_of_envs(config)
     _check_hints(config)
     _check_observed(config)
     for name, view in config.by_env.items():
@@ -158,13 +159,13 @@ def _check_models(config: RunConfig) -> None:
 
 def _check_teacher(config: RunConfig) -> None:
     """What a teacher needs, and what needs a teacher."""
-    teacher, learner = config.teacher, config.learner
+    teacher, learner, servers = config.teacher, config.learner, config.teachers_on_servers
     tiny = config.model.tiny
     if teacher is not None and teacher.path is not None and tiny is not None and "vocab" in tiny.written:
         raise ValueError(
             "model.tiny.vocab has no effect with teacher.path, whose tokenizer the tiny model takes: remove it"
         )
-    initial = teacher is None or teacher.policy == "initial"
+    initial = not servers and (teacher is None or teacher.policy == "initial")
     named = "reference" if teacher is None else "teacher"
     if learner.reference_ranks and initial and learner.lora is not None:
         raise ValueError(
@@ -173,12 +174,12 @@ def _check_teacher(config: RunConfig) -> None:
         )
     if teacher is not None and teacher.policy in ("current", "average"):
         _check_following(teacher, learner)
-    if learner.reference_ranks and teacher is not None and teacher.url is not None:
+    if learner.reference_ranks and servers:
         raise ValueError(
             "learner.reference_ranks has no effect with teacher.url: the teacher is on that server; remove it"
         )
     kl = config.decided_algorithm.kl
-    elsewhere = learner.reference_ranks or (teacher is not None and teacher.url is not None)
+    elsewhere = learner.reference_ranks or servers
     if kl.in_loss and kl.kind == "full" and elsewhere:
         raise ValueError(
             "algorithm.kl.kind full compares whole distributions, which only the policy's own ranks can: use "
@@ -187,11 +188,40 @@ def _check_teacher(config: RunConfig) -> None:
     for key in ("top", "jsd_beta"):
         if key in kl.written and not (kl.in_loss and kl.kind == "full"):
             raise ValueError(f"algorithm.kl.{key} has no effect unless algorithm.kl.kind is full: remove it")
-    if teacher is not None and teacher.url is not None and config.rollout.temperature != 1:
+    if servers and config.rollout.temperature != 1:
         raise ValueError(
             f"teacher.url scores at temperature 1, and rollout.temperature is {config.rollout.temperature:g}: set "
             "it to 1, or load the teacher with teacher.path"
         )
+
+
+def _check_teachers_of_envs(config: RunConfig) -> None:
+    """Where an env has its own teacher, all teachers are on servers, and no env needs the reference."""
+    own = [name for name, env in config.envs.items() if env.teacher is not None]
+    if not own:
+        return
+    weights = {name: view.algorithm.kl.coef for name, view in config.by_env.items()}
+    for name in own:
+        if weights[name] == 0:
+            key = f"envs.{name}.algorithm.kl_coef" if config.algorithm.kl.coef else "algorithm.kl.coef"
+            raise ValueError(
+                f"envs.{name}.teacher has no effect while {key} is 0: raise it, or remove the teacher"
+            )
+    others = [name for name, weight in weights.items() if weight > 0 and name not in own]
+    if config.teacher is None and others:
+        raise ValueError(
+            f"envs.{others[0]} has no teacher, and envs.{own[0]} has one: the teachers replace the reference, so "
+            f"give it a teacher, or set envs.{others[0]}.algorithm.kl_coef to 0"
+        )
+    if config.teacher is not None and not others:
+        raise ValueError("teacher has no effect: every env that learns from one has its own; remove it")
+    if config.teacher is not None and config.teacher.url is None:
+        raise ValueError(
+            f"envs.{own[0]}.teacher is on a server, and `teacher` is not: a run has its teachers on servers, or "
+            "one with the learner; serve that one, too (teacher.url)"
+        )
+    if config.teacher is not None and config.teacher.hint != "none":
+        raise ValueError(f"teacher.hint cannot be combined with envs.{own[0]}.teacher, which reads no hints")
 
 
 def _check_following(teacher: TeacherConfig, learner: LearnerConfig) -> None:

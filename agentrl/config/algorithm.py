@@ -94,9 +94,10 @@ class KLConfig(Section):
     kind: Annotated[Literal["auto", "full", KLKind], NeverWhen("coef", 0)] = "auto"
     """The estimate. `auto`: `k1` in the reward; in the loss `unbiased` (k3's value, an unbiased gradient that
     never vanishes), or with a `teacher` `full` where the policy's ranks evaluate it, else `centered`. `full`
-    compares the whole distributions instead of the token drawn; `centered` is `unbiased` with the mean of the step
-    as a baseline. A `+` keeps the estimate's value and uses the gradient of k2. Without it, `k1` in the loss has a
-    gradient of 0 on average, and `abs` and `k3` do not have the gradient of the KL divergence either."""
+    compares the whole distributions instead of the token drawn; `centered` is `unbiased` with a baseline: the mean
+    of the step, with several envs of each. A `+` keeps the estimate's value and uses the gradient of k2. Without
+    it, `k1` in the loss has a gradient of 0 on average, and `abs` and `k3` do not have the gradient of the KL
+    divergence either."""
     top: Annotated[Count, Advanced()] = 128
     """`full`: how many tokens, the likeliest of the reference or teacher in each place, are compared one by one;
     the others count as one. 0: the whole vocabulary; memory grows with it."""

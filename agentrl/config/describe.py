@@ -178,14 +178,15 @@ def _section(name: str, field: FieldInfo, section: type[Section]) -> Iterator[st
 
 
 def _named(name: str, section: type[Section]) -> Iterator[str]:
-    """A mapping of names: the keys that its entries have beyond those of the section they extend."""
+    """A mapping of names: the keys that its entries have beyond those of the section they extend. An advanced
+    section is below the table only."""
     base = section.__base__
     known = base.model_fields if isinstance(base, type) and issubclass(base, Section) else {}
     yield f"## `{name}.NAME:`\n"
     yield (section.__doc__ or "").strip() + "\n"
     yield from TABLE
     own = {key: field for key, field in section.model_fields.items() if key not in known}
-    for key in own:
+    for key in (key for key, field in own.items() if not is_advanced(field)):
         yield _row(section, key)
     for key, field in own.items():
         inner = section_of(field)

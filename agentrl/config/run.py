@@ -32,7 +32,7 @@ from agentrl.config.loggers import LoggerConfig
 from agentrl.config.place import Places
 from agentrl.config.reward_model import RewardModelConfig
 from agentrl.config.section import COLDEST, HOTTEST, Count, Device, Fraction, Positive, Section
-from agentrl.config.teacher import TeacherConfig
+from agentrl.config.teacher import TeacherConfig, TeacherOfEnv
 
 
 class TinyModel(Section):
@@ -491,6 +491,8 @@ class EnvOfMixture(EnvConfig):
     """Settings of `rollout` that differ for this env."""
     algorithm: AlgorithmOfEnv = Field(default_factory=AlgorithmOfEnv)
     """Settings of `algorithm` that differ for this env."""
+    teacher: Annotated[TeacherOfEnv | None, OnResume("fixed"), Advanced()] = None
+    """The env's teacher, on a server; by default the run's `teacher`."""
     eval: Annotated[EvalConfig | None, OnResume("free")] = None
     """Its evaluation: interval, number of tasks, attempts and sampling; by default the run's `eval`."""
 
@@ -602,17 +604,23 @@ class RunConfig(Section):
     @property
     def by_env(self) -> dict[str, RunConfig]:
         """The run as the episodes of each env see it; with one env, the run itself under ''."""
-        return {name: _view(self, each) for name, each in self.envs.items()} or {"": self}
+        return {name: _view(self, name, each) for name, each in self.envs.items()} or {"": self}
 
     @property
     def decided_algorithm(self) -> AlgorithmConfig:
         """`algorithm` with what is `auto` resolved."""
-        algorithm = self.algorithm.decided(self.rollout.max_staleness)
-        if self.teacher is None or algorithm.kl.kind != "auto" or not algorithm.kl.in_loss:
+        algorithm, servers = self.algorithm.decided(self.rollout.max_staleness), self.teachers_on_servers
+        if not (self.teacher or servers) or algorithm.kl.kind != "auto" or not algorithm.kl.in_loss:
             return algorithm
-        here = self.teacher.url is None and not self.learner.reference_ranks
+        here = not servers and not self.learner.reference_ranks
         kl = algorithm.kl.model_copy(update={"kind": "full" if here else "centered"})
         return algorithm.model_copy(update={"kl": kl})
+
+    @property
+    def teachers_on_servers(self) -> dict[str, TeacherConfig]:
+        """The teacher of each env that one on a server trains; with one env, under ''."""
+        weighted = {name: view.teacher for name, view in self.by_env.items() if view.algorithm.kl.coef > 0}
+        return {name: teacher for name, teacher in weighted.items() if teacher is not None and teacher.url}
 
     @property
     def asks_hints(self) -> bool:
@@ -633,7 +641,7 @@ class RunConfig(Section):
         return self.learner_on_ray or self.rollout.workers > 0 or scorers > 0 or servers
 
 
-def _view(config: RunConfig, env: EnvOfMixture) -> RunConfig:
+def _view(config: RunConfig, name: str, env: EnvOfMixture) -> RunConfig:
     """The run as if it had only this env."""
     sole = EnvConfig.model_validate({key: getattr(env, key) for key in EnvConfig.model_fields})
     own = env.algorithm
@@ -648,6 +656,7 @@ def _view(config: RunConfig, env: EnvOfMixture) -> RunConfig:
             "data": env.data,
             "rollout": config.rollout.model_copy(update=rollout),
             "algorithm": config.algorithm.model_copy(update=algorithm),
+            "teacher": config.teacher if env.teacher is None else env.teacher.at(f"envs.{name}.teacher"),
             "eval": config.eval if env.eval is None else env.eval,
         }
     )

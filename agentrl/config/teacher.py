@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from agentrl.config.address import address_problem, without_credentials
 from agentrl.config.facts import Advanced, OnlyWhen, OnlyWith, OnResume, PathTo
@@ -19,6 +19,8 @@ class TeacherConfig(Section):
     The teacher needs the tokenizer of the policy. With a `hint`, it knows more than the policy, and may be the
     policy itself (self-distillation).
     """
+
+    _place: str = PrivateAttr(default="teacher")
 
     path: Annotated[str | None, PathTo("folder", hub=True), OnResume("fixed")] = None
     """Directory of a Hugging Face model that the learner evaluates, on its own ranks or on
@@ -62,11 +64,14 @@ class TeacherConfig(Section):
             )
         if self.url is not None and not self.model:
             raise ValueError("teacher.model is missing: name the model that the server at teacher.url scores with")
-        if self.url is not None and (problem := address_problem(self.url)):
-            raise ValueError(
-                f"teacher.url {self.address!r}: {problem}; give an address such as http://127.0.0.1:8000/v1"
-            )
+        if self.url is not None:
+            _check_address(self.url, "teacher.url")
         return self
+
+    @property
+    def place(self) -> str:
+        """The key of the section: `teacher`, or `envs.NAME.teacher`."""
+        return self._place
 
     @property
     def asks_env(self) -> bool:
@@ -82,3 +87,45 @@ class TeacherConfig(Section):
     def address(self) -> str:
         """`url` without credentials, for messages and files."""
         return without_credentials(self.url or "")
+
+
+class TeacherOfEnv(Section):
+    """The teacher of one env, on a server, instead of the run's `teacher`. It has the policy's tokenizer."""
+
+    url: Annotated[str, OnResume("free")]
+    """Base URL of an OpenAI-compatible server, as for `teacher.url`."""
+    model: Annotated[str, OnResume("fixed")]
+    """Name of the model at that URL."""
+    key_env: Annotated[str, OnResume("free")] = ""
+    """Environment variable with the API key."""
+    max_concurrent: Annotated[Positive, OnResume("free")] = 32
+    """Maximum concurrent requests."""
+    timeout_s: Annotated[float, Field(gt=0), OnResume("free")] = 300.0
+    """Timeout of one request."""
+    retry_s: Annotated[Count, OnResume("free")] = 600
+    """How long a request that fails is sent again before the run stops."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        _check_address(self.url, "url")
+        if not self.model:
+            raise ValueError("model is empty: name the model that the server scores with")
+        return self
+
+    def at(self, place: str) -> TeacherConfig:
+        """The same as the teacher of a run.
+
+        Args:
+            place: where it is written, `envs.NAME.teacher`.
+        """
+        found = TeacherConfig.model_validate(dict(self))
+        found._place = place
+        return found
+
+
+def _check_address(url: str, key: str) -> None:
+    """Raises ValueError if it is no address of a server."""
+    if problem := address_problem(url):
+        raise ValueError(
+            f"{key} {without_credentials(url)!r}: {problem}; give an address such as http://127.0.0.1:8000/v1"
+        )

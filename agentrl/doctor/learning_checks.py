@@ -63,7 +63,8 @@ def _taught(evidence: Evidence) -> bool:
         return bool(evidence.setting("teacher.hint") != "solved")
     envs = evidence.setting("envs") or [""]
     of_run = evidence.setting("algorithm.advantage")
-    chosen = [evidence.setting(f"envs.{name}.algorithm.advantage") or of_run for name in envs]
+    graded = [name for name in envs if not evidence.setting(f"envs.{name}.teacher")]
+    chosen = [evidence.setting(f"envs.{name}.algorithm.advantage") or of_run for name in graded]
     return all((one.get("name") if isinstance(one, dict) else one) == "none" for one in chosen)
 
 

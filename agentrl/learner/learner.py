@@ -33,7 +33,7 @@ from agentrl.learner.split import (
 )
 from agentrl.learner.teacher_server import TeacherRanks
 from agentrl.models.device import release_gpu_memory
-from agentrl.types import Sample
+from agentrl.types import Sample, has_teacher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -286,7 +286,11 @@ def _values(
             rows = [row for batch in update.rows for row in in_pack_order(batch)]
             for row, one in zip(rows, values, strict=True):
                 found.setdefault(id(row), one)
-    return [found.get(id(row), {}) for row in step.samples]
+    return [_without_reference(found.get(id(row), {}), row) for row in step.samples]
+
+
+def _without_reference(values: TokenValues, row: Sample) -> TokenValues:
+    return values if has_teacher(row) else {k: v for k, v in values.items() if k != "ref_logprobs"}
 
 
 def _by_row(

@@ -152,8 +152,8 @@ def policy_loss(
     if frozen is not None and kl_coef > 0:
         kl_N = _kl(config.kl, stats, frozen, mask_N, columns.get("kl_mean"))
         scaled_N = kl_N * columns["kl_scale"] if "kl_scale" in columns else kl_N  # an env with its own weight
-        if "hinted" in columns:  # a teacher that reads hints has nothing to say of other episodes
-            scaled_N, kl_N = scaled_N * columns["hinted"], kl_N[columns["hinted"] > 0]
+        if "taught" in columns:  # some episodes have no teacher: those of other envs, or without a hint
+            scaled_N, kl_N = scaled_N * columns["taught"], kl_N[columns["taught"] > 0]
         loss = loss + kl_coef * aggregate(scaled_N, weights_N, mask_N)
         metrics["kl"] = mean_of(kl_N)
     if stats.entropy_N is not None:

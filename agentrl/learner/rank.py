@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -35,7 +35,8 @@ class LearnerSpec:
         total_steps: of the run, for the learning-rate schedule.
         reference_dir: the model that training began with: what adapters are added to, and the frozen model of the
             KL penalty unless there is a teacher; None if neither is needed.
-        teacher: the model of the KL penalty instead.
+        teacher: the model of the KL penalty instead, unless it is on a server.
+        servers: the teachers on servers, by env.
         average_dir: a checkpoint's average of the policy, if that is the teacher.
         reference_elsewhere: whether the frozen model has ranks to itself.
         critic_dir: what the critic starts from; None if there is no critic.
@@ -51,6 +52,7 @@ class LearnerSpec:
     total_steps: int
     reference_dir: Path | None = None
     teacher: TeacherConfig | None = None
+    servers: Mapping[str, TeacherConfig] = field(default_factory=dict)
     average_dir: Path | None = None
     reference_elsewhere: bool = False
     critic: CriticConfig | None = None
@@ -61,7 +63,7 @@ class LearnerSpec:
     @property
     def frozen_dir(self) -> Path | None:
         """What the model of the KL penalty starts from, if these ranks evaluate it and it is not the policy's."""
-        if self.algorithm.kl.coef == 0 or self.reference_elsewhere:
+        if self.algorithm.kl.coef == 0 or self.reference_elsewhere or self.servers:
             return None
         teacher = self.teacher
         if teacher is None or teacher.policy == "initial":

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -41,7 +41,7 @@ class TeacherServer:
     """
 
     def __init__(self, config: TeacherConfig) -> None:
-        self.config, self.where = config, f"teacher.url {config.address} ({config.model})"
+        self.config, self.where = config, f"{config.place}.url {config.address} ({config.model})"
         self._client: OpenAI | None = None
         self._connecting, self._closed = threading.Lock(), threading.Event()
 
@@ -183,7 +183,7 @@ class TeacherServer:
                 key = os.environ.get(self.config.key_env, "") if self.config.key_env else "none"
                 if not key:
                     raise ConfigError(
-                        f"teacher.key_env: the environment variable {self.config.key_env} is not set"
+                        f"{self.config.place}.key_env: the environment variable {self.config.key_env} is not set"
                     )
                 url = self.config.url or ""
                 near = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")  # which no proxy reaches
@@ -202,12 +202,60 @@ def _is_logprob(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value <= ROUNDING
 
 
+class TeacherServers:
+    """The servers that teach the envs of a run, each asked about the episodes of its envs: an `Annotator`."""
+
+    def __init__(self, teachers: Mapping[str, TeacherConfig]) -> None:
+        distinct = {teacher.model_dump_json(): TeacherServer(teacher) for teacher in teachers.values()}
+        self._by_env = {env: distinct[teacher.model_dump_json()] for env, teacher in teachers.items()}
+        self._servers = tuple(distinct.values())
+        self._threads = ThreadPoolExecutor(len(self._servers), "agentrl-teachers")
+
+    def annotate(self, batches: Sequence[Rows], names: frozenset[str]) -> list[Columns]:
+        """`ref_logprobs` of all rows, from all servers at the same time.
+
+        A row of an env without a teacher gets the sampler's log-probabilities: there is no distance to anything.
+
+        Raises:
+            ConfigError, EngineError: see `TeacherServer.annotate`; what the other servers are asked is abandoned
+                when they are closed.
+        """
+        rows = [row for batch in batches for row in in_pack_order(batch)]
+        found: list[Columns] = [{"ref_logprobs": _sampled(row)} for row in rows]
+        places = {
+            server: [n for n, row in enumerate(rows) if self._by_env.get(row.env) is server]
+            for server in self._servers
+        }
+        asked = {
+            self._threads.submit(server.annotate, [(rows[n],) for n in own], names): own
+            for server, own in places.items()
+            if own
+        }
+        done, _ = wait(asked, return_when=FIRST_EXCEPTION)
+        for each in done:
+            each.result()
+        for each, own in asked.items():
+            for n, columns in zip(own, each.result(), strict=True):
+                found[n] = columns
+        return found
+
+    def close(self) -> None:
+        """End what waits for the servers, in any thread; idempotent."""
+        for server in self._servers:
+            server.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _sampled(row: Sample) -> tuple[float, ...]:
+    return tuple(value for value, on in zip(row.logprobs, row.loss_mask, strict=True) if on)
+
+
 class TeacherRanks:
     """One rank whose calls begin at once in another thread, while ranks in this process compute."""
 
     size = 1
 
-    def __init__(self, rank: TeacherServer) -> None:
+    def __init__(self, rank: TeacherServers) -> None:
         self._rank, self._thread = rank, ThreadPoolExecutor(1, "agentrl-teacher-calls")
 
     def start(
@@ -224,7 +272,5 @@ class TeacherRanks:
 
 
 def asked_teacher(spec: LearnerSpec) -> TeacherRanks | None:
-    """The teacher as ranks of the learner, if it is on a server."""
-    if spec.teacher is None or spec.teacher.url is None or spec.algorithm.kl.coef == 0:
-        return None
-    return TeacherRanks(TeacherServer(spec.teacher))
+    """The teachers on servers as ranks of the learner, if there are any."""
+    return TeacherRanks(TeacherServers(spec.servers)) if spec.servers else None

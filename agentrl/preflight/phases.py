@@ -70,7 +70,7 @@ def _refuse_unknown_targets(config: RunConfig, policy: ModelShape) -> None:
 
 
 def _reference(config: RunConfig, policy: ModelShape) -> ModelShape | None:
-    if config.algorithm.kl.coef == 0:
+    if config.algorithm.kl.coef == 0 or config.teachers_on_servers:
         return None
     teacher = config.teacher
     if teacher is None or teacher.policy == "initial":

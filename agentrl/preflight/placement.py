@@ -54,26 +54,31 @@ def _learner(config: RunConfig, device: str) -> list[str]:
 
 def _models(config: RunConfig, device: str) -> list[str]:
     """The reference and the critic, if the run has them."""
-    learner, lines = config.learner, []
-    if config.algorithm.kl.coef > 0:
-        teacher = config.teacher
-        initial = teacher is None or teacher.policy == "initial"
-        what = "a frozen copy" if initial or teacher is None else teacher.path or "the average of the policy"
-        how = f"{what} on the policy's ranks, sharded the same way"
-        if teacher is not None and teacher.url is not None:
-            how = f"{teacher.model} at {teacher.address}"
-        elif teacher is not None and teacher.policy == "current":
-            how = "the policy"
-        elif initial and learner.lora:
-            how = "the policy without its adapters"
-        elif learner.reference_ranks:
-            how = f"{_ranks(learner.reference_ranks, device)}, its own"
-        lines.append(f"{'reference' if teacher is None else 'teacher'}: {how}")
+    lines = _frozen(config, device)
     if config.critic is not None:
         own = config.critic.ranks
         how = f"{_ranks(own, device)}, its own" if own else "on the policy's ranks, sharded the same way"
         lines.append(f"critic: {how}")
     return lines
+
+
+def _frozen(config: RunConfig, device: str) -> list[str]:
+    """The models that the KL penalty compares with."""
+    if servers := config.teachers_on_servers:
+        return list(dict.fromkeys(f"teacher: {each.model} at {each.address}" for each in servers.values()))
+    if config.algorithm.kl.coef == 0:
+        return []
+    teacher, learner = config.teacher, config.learner
+    initial = teacher is None or teacher.policy == "initial"
+    what = "a frozen copy" if initial or teacher is None else teacher.path or "the average of the policy"
+    how = f"{what} on the policy's ranks, sharded the same way"
+    if teacher is not None and teacher.policy == "current":
+        how = "the policy"
+    elif initial and learner.lora:
+        how = "the policy without its adapters"
+    elif learner.reference_ranks:
+        how = f"{_ranks(learner.reference_ranks, device)}, its own"
+    return [f"{'reference' if teacher is None else 'teacher'}: {how}"]
 
 
 def _scorers(config: RunConfig, device: str) -> list[str]:

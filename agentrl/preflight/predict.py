@@ -112,7 +112,7 @@ def _update(config: RunConfig, models: Models, batch: Arithmetic, machine: Machi
     backward = (3.0 if learner.lora is None else 2.0) + again  # forward; backward of both kinds
     trained = trained_parameters(config, models.policy)
     work = [_Work(models.policy, learner.ranks, epochs * backward + looks, epochs, looks, trained)]
-    own = config.teacher is None or config.teacher.policy is not None
+    own = not config.teachers_on_servers and (config.teacher is None or config.teacher.policy is not None)
     frozen = models.policy if own else models.reference  # None: on a server
     if algorithm.kl.coef > 0 and frozen is not None:
         looks = epochs if config.decided_algorithm.kl.loss_kind == "full" and algorithm.kl.in_loss else 1

@@ -134,9 +134,13 @@ def reference(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]
     """PL07: what the reference costs, and which one it is."""
     if config.algorithm.kl.coef == 0:
         return
-    teacher = config.teacher
-    if teacher is not None and teacher.url is not None:
-        text = "the teacher is on a server, which scores every episode while the policy waits"
+    teacher, servers = config.teacher, config.teachers_on_servers
+    if servers:
+        distinct = len({each.model_dump_json() for each in servers.values()})
+        what = (
+            "the teacher is on a server, which scores" if distinct == 1 else "teachers are on servers, which score"
+        )
+        text = f"{what} every episode while the policy waits"
     elif teacher is not None and (teacher.policy == "current" or (teacher.policy and config.learner.lora)):
         text = "the teacher is the policy with a hint: no second copy, one more forward pass"
     elif teacher is not None and teacher.policy == "average":
@@ -158,7 +162,8 @@ def reference(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]
         )
     else:
         text = "the reference is a frozen copy: one more forward pass, about a quarter of an update"
-    advice = "set algorithm.kl.coef to 0 to do without" if teacher is None else "remove teacher to do without"
+    taught = teacher is not None or servers
+    advice = "remove teacher to do without" if taught else "set algorithm.kl.coef to 0 to do without"
     yield PlanFinding("PL07", "note", text, advice)
 
 

@@ -147,9 +147,13 @@ def _changes(given: RunConfig) -> list[str]:
 
 def _without_teacher(given: RunConfig) -> dict[str, Any]:
     """Leave out a teacher that may be large or on a server, and what depends on it."""
-    if given.teacher is None or given.teacher.policy is not None:
+    found: dict[str, Any] = {
+        f"envs.{name}.teacher": None for name, env in given.envs.items() if env.teacher is not None
+    }
+    if given.teacher is not None and given.teacher.policy is None:
+        found["teacher"] = None
+    if not found:
         return {}
-    found: dict[str, Any] = {"teacher": None}
     if given.algorithm.kl.kind != "full":
         found |= {"algorithm.kl.top": None, "algorithm.kl.jsd_beta": None}
     advantages = {"algorithm": given.algorithm.advantage}

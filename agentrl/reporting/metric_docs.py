@@ -137,6 +137,12 @@ METRICS: tuple[MetricDoc, ...] = (
             "`algorithm.kl.jsd_beta` that divergence.",
         ),
         (
+            "env/{env}/kl",
+            "nats",
+            "Mean log-ratio of the sampler to the reference or teacher at the trained tokens of one of several "
+            "envs, if the reference is evaluated before the update (as with `algorithm.kl.kind: centered`).",
+        ),
+        (
             "*kl_in_reward",
             "nats",
             "Mean KL estimate to the reference or teacher per token (penalty in the reward).",

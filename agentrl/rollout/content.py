@@ -143,14 +143,15 @@ def require_solved(content: Content, what: str) -> None:
 
 
 async def require_endpoints(
-    content: Content, reward_model: RewardModelConfig | None = None, teacher: TeacherConfig | None = None
+    content: Content, reward_model: RewardModelConfig | None = None, teachers: Iterable[TeacherConfig] = ()
 ) -> None:
     """Raises InfraError if nothing accepts connections at a URL that an env or one of the models needs."""
-    if teacher is not None and teacher.url and (why := await unreachable(teacher.url)):
-        raise InfraError(
-            f"teacher.url {teacher.address}: nothing accepts connections there ({why}); start the server, or "
-            "correct the address"
-        )
+    for teacher in teachers:
+        if teacher.url and (why := await unreachable(teacher.url)):
+            raise InfraError(
+                f"{teacher.place}.url {teacher.address}: nothing accepts connections there ({why}); start the "
+                "server, or correct the address"
+            )
     if reward_model is not None and reward_model.url and (why := await unreachable(reward_model.url)):
         raise JudgeError(
             f"reward_model.url {reward_model.address}: nothing accepts connections there ({why}); start the "

@@ -12,11 +12,11 @@ from torch import Tensor
 from agentrl.algo.correction import LogprobDrift, correct, drift, normalizer, weight_sums
 from agentrl.algo.entropy import entropy_threshold, high_entropy_mask
 from agentrl.algo.kl import kl_per_token
-from agentrl.algo.metrics import Metrics, mean_of
+from agentrl.algo.metrics import Metric, Metrics, mean_of
 from agentrl.algo.step_data import Advantages, StepData, penalize_kl
 from agentrl.learner.policy_loss import ConfiguredLoss
-from agentrl.trainer.samples import Flat, Scores, TrainingRows
-from agentrl.types import Sample
+from agentrl.trainer.samples import Flat, Scores, TrainingRows, with_constant
+from agentrl.types import Sample, has_teacher
 
 K = TypeVar("K", bound=Hashable)
 
@@ -173,12 +173,19 @@ def correct_rows(rows: Sequence[Sample], configured: ConfiguredLoss) -> tuple[li
     return (flat.rows if bool(keep_N.all()) else flat.kept(keep_N)), metrics, measured
 
 
-def with_kl_mean(rows: Sequence[Sample]) -> list[Sample]:
-    """Note with each token how far the sampler is from the reference on average, where the penalty counts."""
-    flat, mean = Flat.of([row for row in rows if any(row.columns.get("hinted", (1.0,)))]), 0.0
-    if any(flat.counts):
-        mean = float((flat.trained("logprobs") - flat.column("ref_logprobs")).mean())
-    return [replace(row, columns={**row.columns, "kl_mean": (mean,) * sum(row.loss_mask)}) for row in rows]
+def kl_of_envs(rows: Sequence[Sample]) -> dict[str, Metric]:
+    """How far the sampler is from the reference or teacher, on average over the tokens of each env with one."""
+    found = {}
+    for env in dict.fromkeys(row.env for row in rows if has_teacher(row)):
+        flat = Flat.of([row for row in rows if row.env == env and has_teacher(row)])
+        found[env] = mean_of(flat.trained("logprobs") - flat.column("ref_logprobs"))
+    return found
+
+
+def with_kl_mean(rows: Sequence[Sample], kl: Mapping[str, Metric]) -> list[Sample]:
+    """Note the mean of its env with each token; see `kl_of_envs`."""
+    means = {env: float(metric.value) / float(metric.num) for env, metric in kl.items()}
+    return [with_constant(row, "kl_mean", means.get(row.env, 0.0)) for row in rows]
 
 
 def without_advantage(rows: Sequence[Sample], key: Callable[[Sample], K]) -> frozenset[K]:

@@ -6,7 +6,7 @@ correction weights, tokens selected by a loss. The results therefore do not depe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +18,10 @@ from agentrl.config.algorithm import AlgorithmConfig, KLConfig
 from agentrl.config.choice import OwnFunction
 from agentrl.config.run import RunConfig
 from agentrl.learner.policy_loss import make_policy_loss
-from agentrl.trainer.advantages import StepTokens, correct_rows, with_kl_mean, without_advantage
+from agentrl.trainer.advantages import StepTokens, correct_rows, kl_of_envs, with_kl_mean, without_advantage
 from agentrl.trainer.estimator import NamedEstimator, make_estimator
 from agentrl.trainer.hints import Hinted, Hints
-from agentrl.trainer.samples import TrainingRows, joined, scores_by_env, to_samples
+from agentrl.trainer.samples import TrainingRows, joined, scores_by_env, to_samples, with_constant
 from agentrl.types import Group, Sample
 
 LATE_FIELDS = frozenset({"values_N", "old_logprobs_N", "sum_pi_squared_N"})
@@ -36,7 +36,7 @@ LOSS_COLUMNS = frozenset(
         "selected",
         "high_entropy",
         "kl_scale",
-        "hinted",
+        "taught",
         "kl_mean",
     }
 )
@@ -52,6 +52,7 @@ class Algorithm:
         by_env: advantage estimators of envs that have their own.
         kl_by_env: weights of the KL penalty of envs that have their own.
         hints: makes the hints of a teacher that reads them.
+        taught: the envs that have a teacher, if others have none.
         record: whether steps return what their updates saw of each token.
 
     Raises:
@@ -67,10 +68,11 @@ class Algorithm:
         by_env: Mapping[str, Named | OwnFunction] | None = None,
         kl_by_env: Mapping[str, float] | None = None,
         hints: Hints | None = None,
+        taught: Collection[str] | None = None,
         record: bool = False,
     ) -> None:
         self.config, self.overlong, self.reference_apart = config, overlong, reference_apart
-        self.record, self.kl_by_env, self.hints = record, dict(kl_by_env or {}), hints
+        self.record, self.kl_by_env, self.hints, self.taught = record, dict(kl_by_env or {}), hints, taught
         self.estimator = make_estimator(config)
         self.by_env = {
             name: make_estimator(config.model_copy(update={"advantage": advantage}))
@@ -85,7 +87,9 @@ class Algorithm:
         hinted = Hinted(samples, {}, {}) if self.hints is None else self.hints.add(samples, groups)
         samples = hinted.rows
         if self.kl_by_env and self.config.kl.in_loss:
-            samples = [self._kl_scaled(row, groups[row.group].task.env) for row in samples]
+            samples = [self._kl_scaled(row) for row in samples]
+        if self.taught is not None:
+            samples = [with_constant(row, "taught", float(row.env in self.taught)) for row in samples]
         return TrainingRows(
             samples,
             metrics=hinted.metrics,
@@ -125,10 +129,9 @@ class Algorithm:
                 part = replace(rows, samples=samples, scores=scores, kl_coef=kl_coef)
                 yield part, self.by_env.get(env, self.estimator)
 
-    def _kl_scaled(self, row: Sample, env: str) -> Sample:
+    def _kl_scaled(self, row: Sample) -> Sample:
         """Note the weight of the KL penalty of a row's env, relative to the run's."""
-        scale = self.kl_by_env.get(env, self.kl.coef) / self.kl.coef
-        return replace(row, columns={**row.columns, "kl_scale": (scale,) * sum(row.loss_mask)})
+        return with_constant(row, "kl_scale", self.kl_by_env.get(row.env, self.kl.coef) / self.kl.coef)
 
     def without_signal(self, rows: TrainingRows) -> TrainingRows:
         """Mark or drop what has no advantage, where that changes nothing or the configuration asks for it."""
@@ -151,8 +154,11 @@ class Algorithm:
         if rows.idle:
             following = iter(active)  # as many as before: nothing is rejected where rows are idle
             samples = [row if row.episode_id in rows.idle else next(following) for row in rows.samples]
-        if self.config.kl.in_loss and self.config.kl.loss_kind == "centered":
-            samples = with_kl_mean(samples)
+        if self.config.kl.in_loss and samples and all("ref_logprobs" in row.columns for row in samples):
+            kl = kl_of_envs(samples)
+            metrics = metrics | {f"env/{env}/kl": metric for env, metric in kl.items() if env}
+            if self.config.kl.loss_kind == "centered":
+                samples = with_kl_mean(samples, kl)
         if self.config.kl.loss_kind != "full":
             samples = [_answered(row) for row in samples]
         return replace(
@@ -239,7 +245,7 @@ class Algorithm:
 
 def algorithm_of(config: RunConfig, reference_apart: bool, hints: Hints | None, *, record: bool) -> Algorithm:
     """The algorithm of a run, with what its envs have of their own; see `Algorithm`."""
-    own = {name: env.algorithm for name, env in config.envs.items()}
+    own, servers = {name: env.algorithm for name, env in config.envs.items()}, config.teachers_on_servers
     return Algorithm(
         config.decided_algorithm,
         overlong=config.rollout.overlong,
@@ -247,6 +253,7 @@ def algorithm_of(config: RunConfig, reference_apart: bool, hints: Hints | None, 
         by_env={name: of_env.advantage for name, of_env in own.items() if of_env.advantage},
         kl_by_env={name: of_env.kl_coef for name, of_env in own.items() if of_env.kl_coef is not None},
         hints=hints,
+        taught=servers if servers and hints is None and len(servers) < len(own) else None,
         record=record,
     )
 

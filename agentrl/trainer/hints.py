@@ -20,6 +20,7 @@ from agentrl.errors import ConfigError, TemplateError
 from agentrl.learner.pack import longest_ids, packed_size
 from agentrl.rollout.content import Content, require_solved
 from agentrl.rollout.rewards.text import conversation_text
+from agentrl.trainer.samples import with_constant
 from agentrl.trainer.teacher_check import longest_on_server, model_sizes
 from agentrl.types import Episode, Group, HintedOpening, Message, Sample
 
@@ -55,7 +56,7 @@ class Hints:
     def add(self, rows: Sequence[Sample], groups: Sequence[Group]) -> Hinted:
         """The rows with the hints of their episodes.
 
-        A row keeps its tokens; the hint is in `Sample.hinted`. The column `hinted` says for each trained token
+        A row keeps its tokens; the hint is in `Sample.hinted`. The column `taught` says for each trained token
         whether there is one.
         """
         by_episode: dict[str, list[Sample]] = {}
@@ -75,7 +76,12 @@ class Hints:
                     too_long += 1
                 elif hinted is not None:
                     made[episode.id], texts[episode.id] = hinted, text
-        found = {name: iter(map(_marked, made.get(name, own))) for name, own in by_episode.items()}
+        found = {
+            name: iter(
+                [with_constant(row, "taught", float(row.hinted is not None)) for row in made.get(name, own)]
+            )
+            for name, own in by_episode.items()
+        }
         counts = {"hinted_episodes": len(made), "hints_too_long": too_long, "hints_misplaced": elsewhere}
         return Hinted(
             [next(found[row.episode_id]) for row in rows],
@@ -186,11 +192,6 @@ def with_hint(opening: Sequence[Message], text: str) -> list[Message]:
     content = opening[place].content
     longer = f"{content}\n\n{text}" if isinstance(content, str) else (*content, f"\n\n{text}")
     return [*opening[:place], replace(opening[place], content=longer), *opening[place + 1 :]]
-
-
-def _marked(row: Sample) -> Sample:
-    column = (float(row.hinted is not None),) * sum(row.loss_mask)
-    return replace(row, columns={**row.columns, "hinted": column})
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

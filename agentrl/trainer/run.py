@@ -134,7 +134,7 @@ async def _train_run(setting: _Setting) -> Summary:
     reporter.within("reading tasks")
     earlier = _earlier_summary(store, reporter)
     content = _checked_content(config, store, reporter)
-    await require_endpoints(content, config.reward_model, config.teacher)
+    await require_endpoints(content, config.reward_model, config.teachers_on_servers.values())
     code = check_code(config, content, store, accept=setting.accept_code)
     for line in code.changed:
         reporter.note(f"changed since the newest checkpoint: {line}")
@@ -340,7 +340,7 @@ def _step_log(setting: _Setting, content: Content) -> StepLog:
 
 def _needs_rewards(config: RunConfig) -> bool:
     """Whether an env without rewards teaches nothing."""
-    if config.teacher is None:
+    if config.teacher is None or config.algorithm.kl.coef == 0:
         return config.algorithm.advantage.name != "none"
     return config.teacher.hint == "solved"
 

@@ -182,9 +182,15 @@ def episode_samples(episode: Episode, *, group: int = 0, observed: bool = False)
                 columns={name: tuple(values) for name, values in columns.items()},
                 routes=row.routes,
                 observed=row.observed if observed else (),
+                env=episode.task.env,
             )
         )
     return rows
+
+
+def with_constant(row: Sample, name: str, value: float) -> Sample:
+    """The row with a column that has one value."""
+    return replace(row, columns={**row.columns, name: (value,) * sum(row.loss_mask)})
 
 
 def segment_turns(episode: Episode) -> dict[int, int]:

@@ -179,6 +179,7 @@ async def make_learner(config: RunConfig, policy: Path, reference: Path | None) 
         total_steps=config.steps,
         reference_dir=reference,
         teacher=None if reference is None else _absolute(config.teacher),
+        servers={} if reference is None else config.teachers_on_servers,
         average_dir=average if policy != reference and average.is_dir() else None,  # of this run
         critic=critic,
         critic_dir=None if critic is None else critic_dir,
@@ -189,9 +190,9 @@ async def make_learner(config: RunConfig, policy: Path, reference: Path | None) 
 
 
 def _absolute(teacher: TeacherConfig | None) -> TeacherConfig | None:
-    """The same with a path that holds in every process."""
+    """The same with a path that holds in every process; None if it is on a server."""
     if teacher is None or teacher.path is None:
-        return teacher
+        return None if teacher is None or teacher.url is not None else teacher
     return teacher.model_copy(update={"path": str(Path(teacher.path).absolute())})
 
 

@@ -76,28 +76,29 @@ async def check_teacher(config: RunConfig, policy: Path) -> list[str]:
 
 
 async def check_teacher_server(config: RunConfig, policy: Path) -> None:
-    """See whether the server at `teacher.url` scores the policy's tokens; nothing without such a teacher.
+    """See whether the servers of teachers score the policy's tokens; nothing without such a teacher.
 
     Raises:
         ConfigError: it scores no given tokens, reads ids as other tokens, or an episode does not fit.
         EngineError: it does not answer.
     """
-    if config.teacher is not None and config.teacher.url is not None:
-        server = TeacherServer(config.teacher)
+    for env, teacher in config.teachers_on_servers.items():
+        server = TeacherServer(teacher)
         try:
             await asyncio.to_thread(check_texts, server, policy)
         finally:
             server.close()  # ends the thread, too, if this is cancelled
-        longest, episode = await longest_on_server(config.teacher), _longest_episode(config, policy)
+        longest, episode = await longest_on_server(teacher), _longest_episode(config.by_env[env], policy)
         if longest is not None and longest < episode:
+            where = f"envs.{env}." if env else ""
             raise ConfigError(
                 f"{server.where}: scores at most {longest} tokens, one less than its context, and an episode may "
-                f"have {episode}: set rollout.token_budget to at most {longest}"
+                f"have {episode}: set {where}rollout.token_budget to at most {longest}"
             )
 
 
 async def longest_on_server(teacher: TeacherConfig) -> int | None:
-    """The most tokens that the server at `teacher.url` scores at once; None if it does not say."""
+    """The most tokens that the server of a teacher scores at once; None if it does not say."""
     server = TeacherServer(teacher)
     try:
         return await asyncio.to_thread(server.longest)

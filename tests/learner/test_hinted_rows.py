@@ -69,7 +69,7 @@ def hinted(samples: Sequence[Sample], *, every: int = 1) -> list[Sample]:
         opening = None if ids is None else HintedOpening(cut, s.ids[: cut - 1] + ids)
         marks = (0.0 if ids is None else 1.0,) * sum(s.loss_mask)
         rows.append(
-            replace(s, advantages=(0.0,) * len(s.ids), hinted=opening, columns={**s.columns, "hinted": marks})
+            replace(s, advantages=(0.0,) * len(s.ids), hinted=opening, columns={**s.columns, "taught": marks})
         )
     return rows
 

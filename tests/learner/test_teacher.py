@@ -22,7 +22,8 @@ from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.config.teacher import TeacherConfig
 from agentrl.errors import ConfigError, EngineError
-from agentrl.learner.teacher_server import TeacherServer
+from agentrl.learner.pack import in_pack_order
+from agentrl.learner.teacher_server import TeacherServer, TeacherServers
 from agentrl.types import Sample
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import VOCABULARY, gradients, make_batch, padded_logprobs, plain_model, write_model
@@ -45,6 +46,7 @@ def make_learner(
     lora: bool = False,
     **kl: Any,
 ) -> DirectLearner:
+    told = TeacherConfig(**teacher)
     return DirectLearner(
         policy,
         algorithm=AlgorithmConfig(kl={"coef": COEF, **kl}),
@@ -55,7 +57,7 @@ def make_learner(
         temperature=temperature,
         total_steps=10,
         reference_dir=policy,
-        teacher=TeacherConfig(**teacher),
+        **({"servers": {"": told}} if told.url else {"teacher": told}),
     )
 
 
@@ -274,6 +276,40 @@ def test_a_teacher_on_a_server_gives_the_gradient_of_one_here(policy_dir: Path, 
     assert {(one["echo"], one["temperature"], one["key"]) for one in server.asked} == {(True, 1.0, "Bearer abc")}
     assert found["kl"] == pytest.approx(metrics["kl"], rel=1e-5)
     assert float((gradient - wanted).norm() / wanted.norm()) < 1e-5
+
+
+def test_each_env_is_scored_by_its_teacher(policy_dir: Path, teacher_dir: Path):
+    samples = [replace(row, env=("a", "b", "c", "a2")[n % 4]) for n, row in enumerate(make_batch(8))]
+    with scoring(policy_dir) as (url_a, server_a), scoring(teacher_dir) as (url_b, server_b):
+        a = {"url": url_a, "model": "t"}
+        servers = TeacherServers(
+            {"a": TeacherConfig(**a), "a2": TeacherConfig(**a), "b": TeacherConfig(url=url_b, model="t")}
+        )
+        batches = [tuple(samples[1::2]), tuple(samples[::2])]
+        found = servers.annotate(batches, frozenset({"ref_logprobs"}))
+        servers.close()
+    rows = [row for batch in batches for row in in_pack_order(batch)]
+    plain = {"a": plain_model(policy_dir), "b": plain_model(teacher_dir)}
+    for row, columns in zip(rows, found, strict=True):
+        if row.env == "c":
+            wanted = [value for value, on in zip(row.logprobs, row.loss_mask, strict=True) if on]
+        else:
+            wanted = padded_logprobs(plain[row.env[0]], [row])[0].tolist()
+        assert columns["ref_logprobs"] == pytest.approx(wanted, abs=1e-4)
+    assert len({row.env for row in rows}) == 4
+    asked = [sum(row.env.startswith(name) for row in rows) for name in "ab"]
+    assert [len(server_a.asked), len(server_b.asked)] == asked
+
+
+def test_what_one_of_two_teachers_refuses_is_the_error(teacher_dir: Path):
+    rows = tuple(replace(row, env="ab"[n % 2]) for n, row in enumerate(make_batch(4)))
+    with scoring(teacher_dir) as (url, _), scoring(teacher_dir, *[(401, b"{}")] * 9) as (refusing, _):
+        servers = TeacherServers(
+            {name: TeacherConfig(url=where, model="t") for name, where in (("a", url), ("b", refusing))}
+        )
+        with pytest.raises(ConfigError, match=rf"{refusing} \(t\): HTTP 401"):
+            servers.annotate([rows], frozenset({"ref_logprobs"}))
+        servers.close()
 
 
 def answered(*values: object) -> tuple[int, bytes]:

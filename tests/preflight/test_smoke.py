@@ -128,6 +128,17 @@ def test_a_run_with_a_teacher_is_tried_without_it(tmp_path: Path, settings: str)
     assert (config.teacher, config.steps) == (None, 2)
 
 
+def test_a_run_with_a_teacher_for_each_env_is_tried_without_them(tmp_path: Path):
+    env, teacher = "agentrl.envs.calculator:Calculator", "{url: 'http://10.0.0.1:8000/v1', model: expert}"
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"envs:\n  a: {{use: '{env}', teacher: {teacher}}}\n  b: {{use: '{env}', teacher: {teacher}}}\n"
+        "model: {tiny: {}}\nalgorithm: {advantage: none, kl: {coef: 1.0}}\n"
+    )
+    config = smoke_config(file, [], tmp_path / "smoke")
+    assert (config.teachers_on_servers, config.steps) == ({}, 2)
+
+
 def test_envs_that_have_their_own_evaluation_are_made_small(tmp_path: Path):
     use, file = "agentrl.envs.calculator:Calculator", tmp_path / "run.yaml"
     own = "eval: {every: 5, tasks: 4, sets: {x: {every: 10}}}"

@@ -99,7 +99,7 @@ def test_the_teacher_reads_the_hint_in_the_question_and_the_rest_as_it_was(
         assert taught.ids[taught.loss_mask.index(True) :] == row.ids[row.loss_mask.index(True) :]
         for id in renderer.stop_ids:
             assert taught.ids.count(id) == row.ids.count(id), "text of a hint is no control token"
-        assert row.columns["hinted"] == (1.0,) * sum(row.loss_mask)
+        assert row.columns["taught"] == (1.0,) * sum(row.loss_mask)
     assert {name: metric.value for name, metric in made.metrics.items()} == {
         "hinted_episodes": 1.0,
         "hints_too_long": 0.0,
@@ -166,7 +166,7 @@ def test_another_attempt_that_solved_the_task_is_the_hint(renderer: Renderer):
     assert "long thoughts" in made.texts["short"], "never itself"
     alone = hinted(renderer, failed, short, hint="solved")
     assert list(alone.texts) == ["failed"]
-    assert [set(row.columns["hinted"]) for row in alone.rows] == [{1.0}, {0.0}]
+    assert [set(row.columns["taught"]) for row in alone.rows] == [{1.0}, {0.0}]
     told = replace(failed, hint="It is warm.")
     both = hinted(renderer, told, short, hint="both")
     assert both.texts["failed"].endswith("\n\nIt is warm.")

@@ -25,10 +25,13 @@ from agentrl.learner.teacher_server import TeacherServer
 from agentrl.models.tiny import make_tiny_model
 from agentrl.preflight.plan import make_plan
 from agentrl.reporting.report import Silent
-from agentrl.run_folder.records import read_metrics
+from agentrl.run_folder.records import read_metrics, read_records
 from agentrl.run_folder.store import RunStore
+from agentrl.run_folder.token_records import read_tokens
 from agentrl.trainer.run import train_run
+from agentrl.trainer.samples import episode_samples
 from agentrl.trainer.teacher_check import check_teacher_folder, check_teacher_server
+from agentrl.types import Sample
 from tests.serve.serve_kit import serving
 
 ENV = '''
@@ -181,6 +184,61 @@ def test_a_teacher_behind_agentrl_serve_says_what_one_in_a_folder_says(teacher: 
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
 
 
+def test_two_envs_learn_from_two_teachers_and_one_from_rewards(teacher: Path):
+    policy, other = Path("policy"), Path("other")
+    make_tiny_model(policy, [], TinyModel(**TINY), tokenizer_of=teacher)
+    make_tiny_model(other, [], TinyModel(**TINY), seed=9, tokenizer_of=teacher)
+    Path("question.py").write_text(ENV.replace("Say something about", "What would you like to know of"))
+    rewarded = {"use": "agentrl.envs.calculator:Calculator", "algorithm": {"advantage": "rloo", "kl_coef": 0}}
+    same: dict[str, Any] = {
+        "env": None,
+        "model": {"path": str(policy.absolute())},
+        "log": {"tokens": "all"},
+        "rollout": {"groups_per_step": 6, "group_size": 2, "max_turns": 1, "max_tokens": 8, "token_budget": 500},
+    }
+    with served(teacher) as first, served(other) as second:
+        taught = {
+            name: {"use": f"{Path.cwd()}/{file}.py:Silence", "teacher": {"url": url, "model": "tiny"}}
+            for name, file, url in (("a", "silence", first), ("b", "question", second))
+        }
+        lines = run(settings(None, steps=8, envs={**taught, "c": rewarded}, **same), "whole")
+        scored = read_records(Path("whole"), 1)
+        for env, url in (("a", first), ("b", second)):
+            rows = [row for one in scored if one.episode.task.env == env for row in episode_samples(one.episode)]
+            distance = apart(TeacherServer(TeacherConfig(url=url, model="tiny")), rows)
+            assert lines[0][f"env/{env}/kl"] == pytest.approx(distance, abs=1e-5)
+        run(settings(None, steps=3, envs={**taught, "c": rewarded}, **same), "parts")
+        run(settings(None, steps=8, envs={**taught, "c": rewarded}, **same), "parts")
+        taught["a"]["teacher"]["model"] = "another"
+        with pytest.raises(ConfigError, match=r"envs\.a\.teacher\.model"):
+            run(settings(None, steps=9, envs={**taught, "c": rewarded}, **same), "parts")
+    assert "env/c/kl" not in lines[0]
+    a, b = (
+        load_file(next(Path(f"{name}/checkpoints/step-8").glob("model*.safetensors")))
+        for name in ("whole", "parts")
+    )
+    assert all(a[name].allclose(b[name], atol=1e-4) for name in a), "a server's rounding depends on its batches"
+    recorded = read_tokens(Path("whole"), 1)
+    known = {record.episode.task.env: recorded[record.episode.id].ref_logprobs is not None for record in scored}
+    assert known == {"a": True, "b": True, "c": False}
+
+
+def apart(server: TeacherServer, rows: list[Sample]) -> float:
+    """How far the sampler of these rows is from a teacher."""
+    found = server.annotate([(row,) for row in rows], frozenset({"ref_logprobs"}))
+    server.close()
+    pairs = [
+        pair
+        for row, said in zip(rows, found, strict=True)
+        for pair in zip(own(row), said["ref_logprobs"], strict=True)
+    ]
+    return sum(mine - theirs for mine, theirs in pairs) / len(pairs)
+
+
+def own(row: Sample) -> list[float]:
+    return [value for value, on in zip(row.logprobs, row.loss_mask, strict=True) if on]
+
+
 def check_its_context(given: dict[str, Any], policy: Path) -> None:
     """It scores all of its context but one token, and a run whose episodes may be longer is refused."""
     server = TeacherServer(TeacherConfig(**given, retry_s=0))
@@ -258,6 +316,68 @@ def test_an_env_that_a_teacher_trains_keeps_its_groups():
     given = {"name": "m", "envs": envs, "model": {"tiny": TINY}, "teacher": {"path": "T"}, "algorithm": algorithm}
     with pytest.raises(ValueError, match=r"envs\.taught: algorithm\.drop_zero_signal_groups drops every group"):
         RunConfig.model_validate(given)
+
+
+OWN = {"url": "http://127.0.0.1:9/v1", "model": "t"}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "changes", "text"),
+    [
+        ({"teacher": OWN}, {}, {}, r"envs\.b has no teacher, and envs\.a has one"),
+        ({"teacher": OWN}, {}, {"teacher": {"path": "T"}}, r"envs\.a\.teacher is on a server, and `teach"),
+        ({"teacher": OWN}, {"teacher": OWN}, {"teacher": OWN}, "teacher has no effect: every env"),
+        (
+            {"teacher": OWN, "algorithm": {"advantage": "rloo", "kl_coef": 0}},
+            {"teacher": OWN},
+            {},
+            r"envs\.a\.teacher has no effect while envs\.a\.algorithm\.kl_coef is 0",
+        ),
+        (
+            {"teacher": OWN},
+            {"teacher": OWN},
+            {"algorithm": {"kl": {"coef": 0}}},
+            r"envs\.a\.teacher has no effect while algorithm\.kl\.coef is 0",
+        ),
+        ({"teacher": OWN}, {}, {"teacher": {**OWN, "hint": "env"}}, "teacher.hint cannot be combined with envs.a"),
+        ({"teacher": OWN}, {"teacher": OWN}, {"learner": {"reference_ranks": 1}}, "reference_ranks has no effect"),
+        ({"teacher": OWN}, {"teacher": OWN}, {"rollout": {"temperature": 0.5}}, "scores at temperature 1"),
+        ({"teacher": {"url": "x", "model": "t"}}, {}, {}, r"(?s)envs\.a\.teacher.*url 'x'"),
+        ({"teacher": {"url": "http://x/v1"}}, {}, {}, r"envs\.a\.teacher\.model"),
+        ({"teacher": {**OWN, "path": "T"}}, {}, {}, r"envs\.a\.teacher\.path"),
+        (
+            {"teacher": OWN},
+            {"teacher": OWN},
+            {"algorithm": {"advantage": "none", "kl": {"coef": 1.0, "kind": "full"}}},
+            "full compares whole distributions",
+        ),
+    ],
+)  # fmt: skip
+def test_teachers_of_envs_that_have_no_effect_are_refused(a: Any, b: Any, changes: dict[str, Any], text: str):
+    sole = {"use": f"{Path.cwd()}/silence.py:Silence"}
+    given = {"teacher": None, "env": None, "envs": {"a": {**sole, **a}, "b": {**sole, **b}}, **changes}
+    with pytest.raises(ValueError, match=text):
+        settings(**given)
+
+
+def test_the_plan_knows_the_teachers_of_envs():
+    sole = {"use": f"{Path.cwd()}/silence.py:Silence"}
+    second = {"url": "http://127.0.0.1:8/v1", "model": "u"}
+    envs = {"a": {**sole, "teacher": OWN}, "b": sole, "c": {**sole, "teacher": OWN}}
+    config = settings(second, env=None, envs=envs)
+    assert {name: found.url for name, found in config.teachers_on_servers.items()} == {
+        "a": OWN["url"],
+        "b": second["url"],
+        "c": OWN["url"],
+    }
+    plan = make_plan(config)
+    assert [line for line in plan.placement if line.startswith("teacher: ")] == [
+        "teacher: t at http://127.0.0.1:9/v1",
+        "teacher: u at http://127.0.0.1:8/v1",
+    ]
+    assert any("teachers are on servers, which score every episode" in f.text for f in plan.findings)
+    with pytest.raises(AgentRLError, match=r"envs\.a\.teacher\.url .* nothing accepts connections there"):
+        run(settings(second, env=None, envs=envs), "r")
 
 
 def test_credentials_in_the_address_of_a_teacher_are_not_shown():
