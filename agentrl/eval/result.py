@@ -8,17 +8,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from agentrl.clean import first_reason
 from agentrl.errors import CheckpointError
-from agentrl.eval.stats import Estimate, estimate, pass_all
+from agentrl.eval.stats import Estimate, estimate, pass_all, pass_counts
 from agentrl.rollout.episode_metrics import is_malformed, pass_at, reward_parts
 from agentrl.run_folder.files import read_bounded
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.run_folder.redraws import Redraws
+from agentrl.run_folder.task_digests import task_digest
 from agentrl.types import LIMITS, Episode, Group
 
 RESULTS_FILE = "results.json"
@@ -154,30 +156,41 @@ class EvalResult:
         }
 
 
-def task_values(records: Iterable[EpisodeRecord]) -> dict[str, dict[str, list[float]]]:
-    """By name (`solved` where declared, `reward`, `reward/NAME`) and task, one value for each scored attempt.
+class TaskKey(NamedTuple):
+    """Identifies a task: by its id, a digest of its row, and, among equal ones, by their order."""
 
-    A task is named by its id; a second one of the same id by `id (2)`, and so on.
-    """
-    names: dict[int, str] = {}
-    taken: Counter[str] = Counter()
-    found: dict[str, dict[str, list[float]]] = {}
+    id: str
+    digest: str
+    number: int
+
+
+def _keys(records: Iterable[EpisodeRecord]) -> dict[int, TaskKey]:
+    """The task of each group."""
+    taken: Counter[tuple[str, str]] = Counter()
+    found: dict[int, TaskKey] = {}
+    for group, task in {record.group: record.episode.task for record in records}.items():
+        same = (task.id, task_digest(task))
+        taken[same] += 1
+        found[group] = TaskKey(*same, taken[same])
+    return found
+
+
+def task_values(records: Iterable[EpisodeRecord]) -> dict[str, dict[TaskKey, list[float]]]:
+    """By name (`solved` where declared, `reward`, `reward/NAME`) and task, one value for each scored attempt."""
+    found: dict[str, dict[TaskKey, list[float]]] = {}
     scored = sorted((r for r in records if r.episode.error is None), key=lambda r: (r.group, r.episode.id))
+    keys = _keys(scored)
     declared = any(record.episode.solved is not None for record in scored)
     parts = sorted({part for record in scored for part in reward_parts(record.episode)})
     for record in scored:
         episode = record.episode
-        if record.group not in names:
-            id = episode.task.id
-            taken[id] += 1
-            names[record.group] = id if taken[id] == 1 else f"{id} ({taken[id]})"
         values = {"reward": episode.reward or 0.0}
         if declared:
             values = {"solved": float(episode.solved is True)} | values
         own = reward_parts(episode)
         values |= {f"reward/{part}": own.get(part, 0.0) for part in parts}
         for name, value in values.items():
-            found.setdefault(name, {}).setdefault(names[record.group], []).append(value)
+            found.setdefault(name, {}).setdefault(keys[record.group], []).append(value)
     return found
 
 
@@ -189,13 +202,14 @@ def mean_of(values: Sequence[float]) -> float:
 def estimates_of(records: Iterable[EpisodeRecord]) -> dict[str, Estimate]:
     """The estimates of an evaluation by name."""
     by_name = task_values(records)
-    found = {name: estimate([mean_of(v) for v in tasks.values()]) for name, tasks in by_name.items()}
+    found = {
+        name: estimate([mean_of(v) for v in tasks.values()], shares=name == "solved")
+        for name, tasks in by_name.items()
+    }
     attempts = [[int(v) for v in values] for values in by_name.get("solved", {}).values()]
-    most = min(map(len, attempts), default=1)
-    for k in sorted({most, *(2**n for n in range(1, 10) if 2**n < most)}):
-        if k > 1:
-            found[f"pass@{k}"] = estimate([pass_at(k, len(a), sum(a)) for a in attempts])
-            found[f"pass^{k}"] = estimate([pass_all(k, len(a), sum(a)) for a in attempts])
+    for k in pass_counts(min(map(len, attempts), default=1)):
+        found[f"pass@{k}"] = estimate([pass_at(k, len(a), sum(a)) for a in attempts], shares=True)
+        found[f"pass^{k}"] = estimate([pass_all(k, len(a), sum(a)) for a in attempts], shares=True)
     return found
 
 

@@ -65,11 +65,14 @@ def comparison_text(found: Comparison) -> Text:
     ]
     only = [f"{count} only in {side}" for side, count in (("A", found.only_a), ("B", found.only_b)) if count]
     rows.append(("tasks", f"{found.tasks} in both" + (f", {', '.join(only)} left out" if only else "")))
+    if found.changed:
+        text = f"{found.changed} with an id that both have, and another row; they are not compared"
+        rows.append(("", text))
     for name, value in found.values.items():
         share = name == "solved"
         if name.startswith("reward/") and value == found.values["reward"]:
             continue
-        a, b = (percent(x) if share else f"{x:.3f}" for x in (value.a, value.b))
+        a, b = (percent(x) if share else _plain(x) for x in (value.a, value.b))
         scale, unit = (100, " points") if share else (1, "")
         difference = value.difference
         low, high = difference.low * scale, difference.high * scale
@@ -100,7 +103,12 @@ def _share(value: Estimate) -> str:
 
 
 def _number(value: Estimate) -> str:
-    return f"{value.mean:.3f}  ({value.low:.3f} to {value.high:.3f})"
+    return f"{_plain(value.mean)}  ({_plain(value.low)} to {_plain(value.high)})"
+
+
+def _plain(value: float) -> str:
+    """Three decimals, or three digits of a number that they would not show."""
+    return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 def _spread(values: tuple[float, float, float]) -> str:

@@ -41,7 +41,7 @@ def examine_difficulty(
         values = task_values(read_records(played, recorded_steps(played)[-1]))
     rewards, solved = values.get("reward", {}), values.get("solved", {})
     rows = [
-        TaskProfile(task, len(got), int(sum(solved[task])) if task in solved else None, sum(got) / len(got))
+        TaskProfile(task.id, len(got), int(sum(solved[task])) if task in solved else None, sum(got) / len(got))
         for task, got in rewards.items()
         if got
     ]

@@ -178,8 +178,7 @@ def repeated_ids(content: Content) -> list[str]:
             if first.setdefault(task.id, place) != place:
                 said.append(
                     f"two {split} tasks have the id {task.id!r} (number {first[task.id]} and number {place}, "
-                    "counted from 0): `show` cannot tell them apart, and `eval --compare` pairs them by order; "
-                    "give each a unique id"
+                    "counted from 0): `show` cannot tell them apart; give each a unique id"
                 )
                 break
     return said

@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
-from agentrl.clean import first_reason
 from agentrl.config.changes import Change, changes_of
 from agentrl.config.load import load_config
 from agentrl.config.run import RunConfig
@@ -22,10 +19,9 @@ from agentrl.rollout.code_record import CodeRecord, code_changes, code_of, row_c
 from agentrl.rollout.content import Content
 from agentrl.run_folder.checkpoints import steps_saved
 from agentrl.run_folder.env_views import VIEWS, view_name
-from agentrl.run_folder.files import read_bounded
 from agentrl.run_folder.history import add_history
 from agentrl.run_folder.store import CODE_FILE, RunStore
-from agentrl.run_folder.task_digests import MOST_GENERATED, TASKS_FILE, task_digests
+from agentrl.run_folder.task_digests import MOST_GENERATED, TASKS_FILE, read_task_digests, task_digests
 from agentrl.types import Task
 
 
@@ -108,11 +104,11 @@ def _row_changes(run: Path, step: int, new: Mapping[str, Sequence[str]], splits:
     Raises:
         CheckpointError: the digests of the run are missing or damaged.
     """
-    changes = row_changes(_read_digests(run / TASKS_FILE), new, splits)
+    changes = row_changes(read_task_digests(run / TASKS_FILE), new, splits)
     if not changes:
         return []
     with contextlib.suppress(CheckpointError):  # without digests, nobody knows
-        if not row_changes(_read_digests(run / "checkpoints" / f"step-{step}" / TASKS_FILE), new, splits):
+        if not row_changes(read_task_digests(run / "checkpoints" / f"step-{step}" / TASKS_FILE), new, splits):
             return []
     return changes
 
@@ -157,16 +153,3 @@ def _digests(content: Content) -> bytes:
 def _recorded(tasks: Sequence[Task]) -> Iterator[Task]:
     """The first ones, if they are generated: their code is recorded, too."""
     return islice(tasks, MOST_GENERATED if is_generated(tasks) else None)
-
-
-def _read_digests(path: Path) -> Mapping[str, Sequence[str]]:
-    """The digests of each split. Raises CheckpointError if the file is missing or damaged."""
-    try:
-        return _DIGESTS.validate_json(read_bounded(path))
-    except OSError as e:
-        raise CheckpointError(f"{path}: cannot be read: {e.strerror}") from None
-    except ValidationError as e:
-        raise CheckpointError(f"{path}: damaged: {first_reason(e)}") from None
-
-
-_DIGESTS: TypeAdapter[dict[str, list[str]]] = TypeAdapter(dict[str, list[str]])

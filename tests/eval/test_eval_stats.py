@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from agentrl.eval.stats import estimate, paired, pass_all, wilson
+from agentrl.eval.stats import estimate, paired, pass_all, pass_counts, wilson
 from agentrl.rollout.episode_metrics import pass_at
 
 
@@ -37,7 +37,53 @@ def test_zeros_and_ones_have_wilsons_interval_and_other_values_the_bootstraps():
     assert estimate(values) == found, "the same every time"
 
 
+def test_ks_of_pass_at_k_are_powers_of_two_and_all_attempts():
+    assert [pass_counts(n) for n in (1, 2, 3, 4)] == [[], [2], [2, 3], [2, 4]]
+    assert pass_counts(2000)[-2:] == [1024, 2000]
+
+
+class TestIntervals:
+    def test_equal_shares_of_a_few_tasks_are_not_certain(self):
+        for share in (0.5, 0.75):
+            found = estimate([share] * 4, shares=True)
+            assert found.low < share - 0.1 < share + 0.1 < found.high
+        one = estimate([0.5], shares=True)
+        assert one.low < 0.1 < 0.9 < one.high
+        assert estimate([1.0, 1.0, 1.0, 0.75], shares=True).low < estimate([1.0] * 4).low
+
+    def test_many_shares_have_the_interval_of_their_standard_error(self):
+        values = list(np.random.default_rng(2).binomial(4, 0.6, size=2000) / 4)
+        found = estimate(values, shares=True)
+        spread = 1.96 * float(np.std(values)) / math.sqrt(2000)
+        assert found.low == pytest.approx(found.mean - spread, abs=0.001)
+        assert found.high == pytest.approx(found.mean + spread, abs=0.001)
+
+    @pytest.mark.parametrize(("tasks", "least"), [(5, 0.88), (10, 0.92), (30, 0.92)])
+    def test_intervals_of_few_rewards_contain_the_mean_as_often_as_they_say(self, tasks: int, least: float):
+        rng = np.random.default_rng(4)
+        found = [estimate(list(rng.normal(size=tasks))) for _ in range(300)]
+        assert sum(each.low <= 0.0 <= each.high for each in found) / 300 >= least
+
+    def test_a_policy_that_wins_every_one_of_a_few_tasks_is_not_certainly_perfect(self):
+        found = paired([0.0] * 6, [1.0] * 6).difference
+        assert (found.mean, found.high) == (1.0, pytest.approx(1.0))
+        assert 0.0 < found.low < 0.5
+
+
 class TestPaired:
+    def test_rounding_is_no_difference(self):
+        a, b = sum([0.1, 0.2, 0.3]) / 3, sum([0.3, 0.2, 0.1]) / 3
+        assert a != b
+        found = paired([a, a, a, 0.0], [b, b, b, 1.0])
+        assert (found.better, found.equal, found.worse, found.exact) == (1, 3, 0, True)
+
+    @pytest.mark.parametrize("scale", [1e-12, 1e-6, 1e20, 1e99])
+    def test_p_does_not_depend_on_the_unit_of_the_reward(self, scale: float):
+        rng = np.random.default_rng(3)
+        a = rng.normal(size=30)
+        b = a + rng.normal(0.5, 1.0, size=30)
+        assert paired(list(a * scale), list(b * scale)).p == paired(list(a), list(b)).p
+
     def test_with_zeros_and_ones_it_is_mcnemars_exact_test(self):
         a, b = [0] * 9 + [1] * 2 + [1] * 20, [1] * 9 + [0] * 2 + [1] * 20
         found = paired(a, b)
