@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from enum import StrEnum
 from pathlib import Path
@@ -163,7 +164,7 @@ def evaluate(
     prices = _prices(price_prompt, price_completion, price_cached, endpoint)
     subject, config, base = find(target, env, overrides, endpoint)
 
-    from agentrl.eval.evaluate import EvalOptions, check_minimum, default_folder, make_spec
+    from agentrl.eval.evaluate import EvalOptions, default_folder, make_spec
     from agentrl.eval.evaluate import evaluate as play
     from agentrl.reporting.display import make_display
 
@@ -179,15 +180,17 @@ def evaluate(
     folder = out or default_folder(base, subject, make_spec(subject, config, options))
     with make_display(config.name, again="", console=SafeConsole(stderr=True)) as display:
         result = play(subject, config, options, folder=folder, fresh=fresh, reporter=display)
-    _say(result, check_minimum(result, bounds))
+    _say(result, bounds)
 
 
-def _say(result: EvalResult, short: list[str]) -> None:
+def _say(result: EvalResult, bounds: dict[str, float]) -> None:
     """Print the result; exit with 1 if tasks were lost or a bound was missed."""
+    from agentrl.eval.evaluate import check_minimum
     from agentrl.eval.tables import result_text
     from agentrl.reporting.safe_console import SafeConsole
 
     SafeConsole().print(result_text(result), soft_wrap=True)
+    short = check_minimum(result, bounds)
     for text in short:
         SafeConsole(stderr=True).print(f"--min: {text}", style="red", soft_wrap=True, highlight=False)
     if short or result.lost:
@@ -341,15 +344,18 @@ def _prices(
 def _bounds(minimum: list[str], attempts: int) -> dict[str, float]:
     """Lower bounds by name. Raises ConfigError on invalid bounds, before any episode runs."""
     from agentrl.errors import ConfigError
+    from agentrl.eval.stats import pass_counts
 
     bounds: dict[str, float] = {}
     for text in minimum:
         name, value = _pair(text, "--min")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"--min {text}: the bound must be a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"--min {text}: the bound must be a finite number")
         kind, _, k = name.replace("^", "@").partition("@")
-        if kind == "pass" and (not k.isdigit() or not 1 < int(k) <= attempts):
-            raise ConfigError(f"--min {text}: with --attempts {attempts} there is no {name}")
+        measured = pass_counts(attempts)
+        if kind == "pass" and k not in map(str, measured):
+            there = f"; K is one of {', '.join(map(str, measured))}" if measured else ""
+            raise ConfigError(f"--min {text}: with --attempts {attempts} there is no {name}{there}")
         if kind != "pass" and name not in ("solved", "reward") and not name.startswith("reward/"):
             raise ConfigError(f"--min {text}: the names are solved, reward, reward/NAME, pass@K and pass^K")
         bounds[name] = float(value)

@@ -35,12 +35,14 @@ from agentrl.errors import (
     first_error,
 )
 from agentrl.eval.result import RESULTS_FILE, EvalResult, EvalSpec, Prices, result_of
+from agentrl.eval.stats import ROUNDING
 from agentrl.extras import require
 from agentrl.reachable import unreachable
 from agentrl.reporting.display import quiet_transformers
 from agentrl.reporting.report import Reporter
 from agentrl.rollout.build import make_engine, make_guard
 from agentrl.rollout.chat_endpoint import ChatPlayer
+from agentrl.rollout.code_record import CodeRecord, code_changes, code_of, row_changes
 from agentrl.rollout.content import Content, load_content, require_endpoints
 from agentrl.rollout.group import GroupPlayer, Plays
 from agentrl.rollout.lifecycle import EpisodeStatus
@@ -51,7 +53,8 @@ from agentrl.rollout.task_tools import task_tools
 from agentrl.run_folder.checkpoints import MANIFEST
 from agentrl.run_folder.files import MAX_BYTES, read_bounded
 from agentrl.run_folder.records import PARTIAL_FILE, EpisodeRecord, bounded_lines, decode, encode
-from agentrl.run_folder.store import RunStore
+from agentrl.run_folder.store import CODE_FILE, RunStore
+from agentrl.run_folder.task_digests import TASKS_FILE, read_task_digests, task_digests
 from agentrl.sandbox import close_pools
 from agentrl.types import EVERY_TOKEN, Episode, Filters, Task
 
@@ -216,15 +219,17 @@ def _evaluate(
     reporter: Reporter,
 ) -> EvalResult:
     _claim(store, spec)
-    done = _finished(store, spec, options.prices)
-    if done is not None:
-        reporter.note(f"this evaluation is complete in {os.path.relpath(store.path)}; --fresh plays it again")
-        return done
     reporter.phase("start")
     reporter.within("reading tasks")
     content = load_content(config.model_copy(update={"warmup": None}))  # demonstrations are not needed
     found = content.held_out_tasks if spec.split == "held_out" else content.train_tasks
     chosen = found[: spec.tasks]
+    splits = (chosen, ()) if spec.split == "train" else ((), chosen)
+    _require_same_code(store, code_of(config, content), task_digests(*splits))
+    done = _finished(store, options.prices)
+    if done is not None:
+        reporter.note(f"this evaluation is complete in {os.path.relpath(store.path)}; --fresh plays it again")
+        return done
     if not chosen:
         raise ConfigError(
             f"there are no {spec.split} tasks: name a file under data.{spec.split}, or give --split train"
@@ -261,7 +266,24 @@ def _claim(store: RunStore, spec: EvalSpec) -> None:
     store.write_file(SPEC_FILE, (json.dumps(new, indent=2) + "\n").encode())
 
 
-def _finished(store: RunStore, spec: EvalSpec, prices: Prices | None) -> EvalResult | None:
+def _require_same_code(store: RunStore, code: CodeRecord, tasks: bytes) -> None:
+    """Save what the code and the tasks are in a new folder. Raises ConfigError if an old one has others."""
+    old = CodeRecord.read(store.path / CODE_FILE)
+    if old is None:  # new, or of an earlier version
+        store.write_file(TASKS_FILE, tasks)
+        store.write_file(CODE_FILE, code.to_json())
+        return
+    changed = code_changes(old, code)
+    changed += row_changes(read_task_digests(store.path / TASKS_FILE), json.loads(tasks))
+    if changed:
+        listed = "\n    ".join(changed)
+        raise ConfigError(
+            f"{store.path}: the code or the tasks changed since this evaluation began:\n    {listed}\n"
+            "undo the change, give another --out, or start over with --fresh (the old folder is renamed and kept)"
+        )
+
+
+def _finished(store: RunStore, prices: Prices | None) -> EvalResult | None:
     """The result of a folder that is complete; its cost at today's prices."""
     if not (store.path / RESULTS_FILE).is_file():
         return None
@@ -476,6 +498,6 @@ def check_minimum(result: EvalResult, minimum: Mapping[str, float]) -> list[str]
         if name not in result.estimates:
             raise ConfigError(f"--min {name}: not measured here; there is: {', '.join(result.estimates)}")
         value = result.estimates[name].mean
-        if value < bound:
+        if value < bound - ROUNDING * abs(bound):
             short.append(f"{name} is {value:.4g}, below {bound:g}")
     return short

@@ -318,6 +318,8 @@ def test_what_eval_plays(trained: Path, tmp_path: Path, monkeypatch: pytest.Monk
         ),
         (["--base-url", "http://x/v1", "--model", "m", "--api-key-env", "NOT_SET"], "NOT_SET: this environment"),
         (["r", "--min", "pass@4=0.5"], "with --attempts 1 there is no pass@4"),
+        (["r", "-k", "4", "--min", "pass@3=0.5"], "with --attempts 4 there is no pass@3; K is one of 2, 4"),
+        (["r", "--min", "solved=.nan"], "the bound must be a finite number"),
         (["r", "--min", "loss=0.5"], "the names are solved, reward, reward/NAME, pass@K and pass^K"),
         (["r", "--compare", "a", "b"], "plays nothing: drop the rest"),
         ([], "name a policy: a run folder, a checkpoint, or --base-url and --model"),

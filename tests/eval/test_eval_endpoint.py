@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from agentrl.errors import ConfigError, EngineError
 from agentrl.eval.compare import compare
 from agentrl.eval.evaluate import EvalOptions, Subject, check_minimum, evaluate
 from agentrl.eval.result import EvalResult, Prices
+from agentrl.eval.stats import Estimate, estimate
 from agentrl.eval.tables import comparison_text, result_text
 from agentrl.reporting.report import Silent
 from agentrl.run_folder.records import read_episodes, read_metrics, recorded_steps
@@ -262,6 +264,109 @@ def test_bounds(tmp_path: Path):
     assert check_minimum(result, {"reward": 1.5}) == ["reward is 1, below 1.5"]
     with pytest.raises(ConfigError, match="--min reward/cost: not measured here; there is: solved, reward"):
         check_minimum(result, {"reward/cost": 0.0})
+
+
+def test_a_bound_that_is_reached_but_for_rounding_is_reached(tmp_path: Path):
+    with serving(Server(solve)) as server:
+        result = play(server, tmp_path / "e", tasks=1)
+    found = replace(result, estimates={"solved": estimate([1 / 3, 1.0, 1 / 3, 2 / 3, 2 / 3])})
+    assert found.estimates["solved"].mean < 0.6
+    assert check_minimum(found, {"solved": 0.6}) == []
+    assert check_minimum(found, {"solved": 0.6001}) == ["solved is 0.6, below 0.6001"]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.5, "0.500"), (0.0, "0.000"), (-4e-5, "-4e-05"), (1e100, "1e+100"), (-12.25, "-12.250")]
+)
+def test_rewards_of_any_size_can_be_read(tmp_path: Path, value: float, shown: str):
+    with serving(Server(solve)) as server:
+        result = play(server, tmp_path / "e", tasks=1)
+    text = result_text(replace(result, estimates={"reward": Estimate(value, value, value)})).plain
+    assert f"{shown}  ({shown} to {shown})" in text
+
+
+class TestChangedTasks:
+    """An env of the user's, whose file and rows change between evaluations."""
+
+    ENV = """
+from agentrl import Stop, TextEnv, reward
+
+class Echo(TextEnv):
+    '''Say the word.'''
+
+    def setup(self, word: str) -> str:
+        self.word = word
+        return f"Say {word}"
+
+    def reply(self, text: str) -> Stop:
+        self.said = text
+        return Stop()
+
+    @reward
+    def solved(self) -> bool:
+        return self.said == self.word
+"""
+
+    def run(self, folder: Path, words: str, env: str = ENV) -> RunConfig:
+        (folder / "echo.py").write_text(env)
+        rows = "".join(json.dumps({"word": word}) + "\n" for word in words)
+        for name in ("train.jsonl", "rows.jsonl"):
+            (folder / name).write_text(rows)
+        data = {"train": str(folder / "train.jsonl"), "held_out": str(folder / "rows.jsonl")}
+        found = {"name": "echo", "env": f"{folder / 'echo.py'}:Echo", "model": {"path": "/m"}, "data": data}
+        return RunConfig.model_validate(found)
+
+    @staticmethod
+    def says(word: str):
+        return lambda messages: {"content": word if messages[-1]["content"] == f"Say {word}" else "?"}
+
+    def test_neither_a_finished_nor_a_stopped_evaluation_is_mixed_with_other_tasks_or_rewards(
+        self, tmp_path: Path
+    ):
+        with serving(Server(self.says("a"))) as server:
+            server.trouble = lambda number: refusal(401) if number == 3 else None
+            with pytest.raises(ConfigError):
+                play(server, tmp_path / "e", run=self.run(tmp_path, "abc"), concurrency=1)
+            server.trouble = lambda number: None
+            told = r"changed since this evaluation began:\s+held_out tasks: 3 differ"
+            with pytest.raises(ConfigError, match=told):
+                play(server, tmp_path / "e", run=self.run(tmp_path, "xabc"))
+            assert play(server, tmp_path / "e", run=self.run(tmp_path, "abc")).episodes == 3
+            other = self.ENV.replace("self.said == self.word", "True")
+            with pytest.raises(ConfigError, match=r"reward Echo.solved changed\s+undo the change, give another"):
+                play(server, tmp_path / "e", run=self.run(tmp_path, "abc", other))
+            fresh = play(server, tmp_path / "e", run=self.run(tmp_path, "abc", other), fresh=True)
+            assert fresh.estimates["solved"].mean == 1.0
+
+    def test_tasks_are_paired_by_their_rows_and_not_by_line_numbers(self, tmp_path: Path):
+        with serving(Server(self.says("a"))) as server:
+            play(server, tmp_path / "a", run=self.run(tmp_path, "abc"))
+            play(server, tmp_path / "b", run=self.run(tmp_path, "xab"))
+        found = compare(tmp_path / "a", tmp_path / "b")
+        assert (found.tasks, found.only_a, found.only_b, found.changed) == (2, 1, 1, 1)
+        assert (found.values["solved"].better, found.values["solved"].worse, found.worst) == (0, 0, [])
+        assert "1 with an id that both have, and another row" in comparison_text(found).plain
+
+    def test_a_lost_task_does_not_shift_the_pairs_of_equal_rows(self, tmp_path: Path):
+        with serving(Server(self.says("a"))) as server:
+            play(server, tmp_path / "b", run=self.run(tmp_path, "aab"))
+            server.trouble = lambda number: refusal(400) if 4 <= number <= 6 else None
+            lost = play(server, tmp_path / "a", run=self.run(tmp_path, "aab"), concurrency=1)
+        assert lost.lost == 1
+        found = compare(tmp_path / "a", tmp_path / "b")
+        assert (found.tasks, found.only_a, found.only_b, found.changed) == (2, 0, 1, 0)
+
+    def test_a_comparison_names_filters_and_limits_that_differ(self, tmp_path: Path):
+        run = self.run(tmp_path, "ab")
+        with serving(Server(self.says("a"))) as server:
+            play(server, tmp_path / "a", run=run, temperature=1.0)
+            rollout = run.rollout.model_copy(update={"max_tokens": 7})
+            other = run.model_copy(update={"rollout": rollout})
+            play(server, tmp_path / "b", run=other, temperature=1.0, filters=Filters(top_p=0.5))
+        assert compare(tmp_path / "a", tmp_path / "b").notes == [
+            "top_p: 1.0 and 0.5",
+            "rollout.max_tokens: 256 and 7",
+        ]
 
 
 def _question(number: int) -> str:
