@@ -29,8 +29,8 @@ def is_malformed(episode: Episode) -> bool:
 
 
 def solved(groups: Sequence[Group]) -> float | None:
-    """The fraction of scored episodes that are solved; None if nothing declares what that is."""
-    episodes = [e for g in groups for e in g.episodes]
+    """The fraction of scored episodes that are solved, of envs that declare what that is; None if none does."""
+    episodes = [e for g in _judged(groups) for e in g.episodes]
     if all(e.solved is None for e in episodes):
         return None
     return sum(e.solved is True for e in episodes) / len(episodes)
@@ -42,12 +42,20 @@ def undeclared(groups: Sequence[Group]) -> bool:
     sound = any(
         not e.faults and e.stop_reason is not StopReason.SANDBOX_BROKEN for g in groups for e in g.episodes
     )
-    return sound and solved(groups) is None
+    return sound and all(e.solved is None for g in groups for e in g.episodes)
+
+
+def _judged(groups: Sequence[Group]) -> list[Group]:
+    """The groups without those of envs that declare nothing."""
+    by_env: dict[str, list[Group]] = {}
+    for group in groups:
+        by_env.setdefault(group.task.env, []).append(group)
+    return [group for of_env in by_env.values() if not undeclared(of_env) for group in of_env]
 
 
 def passed(groups: Sequence[Group]) -> float:
-    """The fraction of groups in which at least one episode is solved; 0 for none."""
-    return sum(any(e.solved for e in g.episodes) for g in groups) / max(1, len(groups))
+    """The fraction of groups in which at least one episode is solved, see `solved`; 0 for none."""
+    return _mean(float(any(e.solved for e in g.episodes)) for g in _judged(groups))
 
 
 def pass_at(k: int, attempts: int, solved: int) -> float:
@@ -59,8 +67,8 @@ def pass_at(k: int, attempts: int, solved: int) -> float:
 
 
 def passed_at(k: int, groups: Sequence[Group]) -> float:
-    """The mean pass@k over groups of at least k episodes."""
-    return _mean(pass_at(k, len(g.episodes), sum(e.solved is True for e in g.episodes)) for g in groups)
+    """The mean pass@k over groups of at least k episodes, see `solved`."""
+    return _mean(pass_at(k, len(g.episodes), sum(e.solved is True for e in g.episodes)) for g in _judged(groups))
 
 
 def mean_reward(groups: Sequence[Group]) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentrl.rollout.episode_metrics import episode_metrics, passed, set_aside, solved, staleness
+from agentrl.rollout.episode_metrics import episode_metrics, passed, passed_at, set_aside, solved, staleness
 from agentrl.types import Episode, Group, Message, Segment, StopReason, Task, Turn
 
 TASK = Task("t")
@@ -46,6 +46,17 @@ def test_solved_is_what_was_declared_and_left_out_where_nothing_was():
     groups = [Group(TASK, (replace(rewarded, solved=False), replace(rewarded, solved=True), rewarded, rewarded))]
     assert (solved(groups), episode_metrics(groups)["solved"], passed(groups)) == (0.25, 0.25, 1.0)
     assert (solved([]), passed([])) == (None, 0)
+
+
+def test_an_env_that_does_not_declare_what_is_solved_does_not_lower_the_share_of_the_others():
+    judged, other = Task("t", env="judged"), Task("t", env="other")
+    right, wrong, unknown = (replace(episode(), solved=verdict) for verdict in (True, False, None))
+    groups = [Group(judged, (right, right)), Group(judged, (wrong, wrong)), Group(other, (unknown, unknown))]
+    assert (solved(groups), passed(groups), passed_at(2, groups)) == (0.5, 0.5, 0.5)
+    assert episode_metrics(groups)["solved"] == 0.5
+    broken = replace(unknown, faults={"solved": "reward 'solved' raised"})
+    groups[2] = Group(other, (broken, broken))
+    assert (solved(groups), passed(groups)) == (pytest.approx(1 / 3), pytest.approx(1 / 3)), "it may declare it"
 
 
 def test_what_was_put_aside_is_counted_and_enters_no_mean():
