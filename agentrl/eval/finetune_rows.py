@@ -162,11 +162,17 @@ def token_rows(records: Iterable[EpisodeRecord]) -> Iterator[dict[str, list[int]
     context.
 
     Raises:
-        ConfigError: a message holds an image, which the tokens alone do not say.
+        ConfigError: a message holds an image, which the tokens alone do not say, or there are no tokens: an
+            endpoint played the episode.
     """
     for record in records:
         if any(not isinstance(message.content, str) for message in record.episode.messages):
             raise ConfigError(IMAGES.format("tokens"))
+        if record.episode.turns and not record.episode.segments:
+            raise ConfigError(
+                f"--format tokens: episode {record.episode.id} has no tokens, as those that an endpoint plays; "
+                "export it with --format openai or hf"
+            )
         for row in rows_of(record.episode.segments):
             labels = [i if trained else NOT_TRAINED for i, trained in zip(row.ids, row.loss_mask, strict=True)]
             yield {"input_ids": list(row.ids), "labels": labels}

@@ -12,6 +12,9 @@ from agentrl.eval.result import EvalResult
 from agentrl.eval.stats import Estimate
 from agentrl.reporting.display import duration, percent
 
+WIDEST = 40
+"""Characters of a name that are shown."""
+
 
 def result_text(result: EvalResult) -> Text:
     """Results with confidence intervals, counts of problems, cost, and the folder."""
@@ -93,8 +96,11 @@ def comparison_text(found: Comparison) -> Text:
 
 
 def _rows(rows: list[tuple[str, str]]) -> Text:
+    names = [f"{name[:WIDEST]}…" if len(name) > WIDEST else name for name, _ in rows]
+    width = max(16, *(len(name) + 2 for name in names))
     return Text("\n").join(
-        Text(f"{name:<16}", style="bold").append(value, style="not bold") for name, value in rows
+        Text(f"{name:<{width}}", style="bold").append(value, style="not bold")
+        for name, (_, value) in zip(names, rows, strict=True)
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.cli.app import main
 from agentrl.config import RunConfig
 from agentrl.engine.chat_client import Endpoint
 from agentrl.errors import ConfigError, EngineError
@@ -283,6 +284,29 @@ def test_rewards_of_any_size_can_be_read(tmp_path: Path, value: float, shown: st
         result = play(server, tmp_path / "e", tasks=1)
     text = result_text(replace(result, estimates={"reward": Estimate(value, value, value)})).plain
     assert f"{shown}  ({shown} to {shown})" in text
+
+
+def test_the_name_of_a_reward_never_runs_into_its_value(tmp_path: Path):
+    with serving(Server(solve)) as server:
+        result = play(server, tmp_path / "e", tasks=1)
+    names = ["solved_in_round_1", "x" * 300]
+    estimates = {f"reward/{name}": Estimate(0.5, 0.25, 0.75) for name in names}
+    lines = result_text(replace(result, estimates=estimates)).plain.splitlines()
+    shown = [line.split() for line in lines if "0.250 to" in line]
+    assert shown == [[name, "0.500", "(0.250", "to", "0.750)"] for name in (names[0], "x" * 38 + "…")]
+
+
+def test_episodes_of_an_endpoint_are_not_exported_as_a_file_without_tokens(tmp_path: Path, capfd):
+    with serving(Server(solve)) as server:
+        play(server, tmp_path / "e", tasks=2)
+    words = ["export", str(tmp_path / "e"), "--out", str(tmp_path / "rows.parquet"), "--format"]
+    with pytest.raises(SystemExit):
+        main([*words, "tokens"])
+    assert "episode eval/g0/e0 has no tokens" in capfd.readouterr().err
+    assert not (tmp_path / "rows.parquet").exists()
+    with pytest.raises(SystemExit):
+        main([*words, "hf"])
+    assert (tmp_path / "rows.parquet").is_file()
 
 
 class TestChangedTasks:
