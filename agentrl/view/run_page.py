@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -240,18 +241,22 @@ LAST_STEPS = 5
 
 
 def _tasks(readers: Sequence[RunReader], cache: RecordCache) -> list[Json]:
-    """Mean rewards of the tasks that the first and the last run both played near their ends."""
+    """Mean rewards of the tasks that the first and the last run both played near their ends.
+
+    Tasks of one id are the same only if their rows are: ids of rows in a file are line numbers.
+    """
     before, after = _task_means(readers[0], cache), _task_means(readers[-1], cache)
     both = [
-        {"task": task, "before": before[task], "after": after[task], "delta": after[task] - before[task]}
+        {"task": task[0], "before": before[task], "after": after[task], "delta": after[task] - before[task]}
         for task in before
         if task in after
     ]
     return sorted(both, key=lambda task: (task["delta"], task["task"]))
 
 
-def _task_means(reader: RunReader, cache: RecordCache) -> dict[str, float]:
-    rewards: dict[str, list[float]] = {}
+def _task_means(reader: RunReader, cache: RecordCache) -> dict[tuple[str, str], float]:
+    """The mean reward of each task, by its name and row."""
+    rewards: dict[tuple[str, str], list[float]] = {}
     for step in reader.steps[-LAST_STEPS:]:
         try:
             records = cache.records(reader, step)
@@ -260,11 +265,12 @@ def _task_means(reader: RunReader, cache: RecordCache) -> dict[str, float]:
         for record in records:
             try:
                 played, reward = record["episode"]["task"], record["episode"].get("reward")
-                task = f"{played['env']}: {played['id']}" if played.get("env") else str(played["id"])
+                name = f"{played['env']}: {played['id']}" if played.get("env") else str(played["id"])
+                row = json.dumps(played.get("row"), sort_keys=True)
             except (KeyError, TypeError, AttributeError):  # what no run wrote
                 continue
             if isinstance(reward, int | float):
-                rewards.setdefault(task, []).append(float(reward))
+                rewards.setdefault((name, row), []).append(float(reward))
     return {task: sum(values) / len(values) for task, values in rewards.items()}
 
 

@@ -815,6 +815,19 @@ def test_tasks_of_several_envs_are_not_taken_for_each_other(client: TestClient, 
     assert {task["task"]: task["before"] for task in tasks} == {"sums: t0": 0.5, "terms: t0": 1.0}
 
 
+def test_tasks_of_one_id_and_different_rows_are_not_compared(client: TestClient, folder: Path):
+    for step in (1, 2, 3):
+        records = [
+            replace(r, episode=replace(r.episode, task=replace(r.episode.task, row={"inserted": "line"})))
+            if r.episode.task.id == "t0"
+            else r
+            for r in read_records(folder / "other", step)
+        ]
+        write_step(folder / "other", step, records)
+    found = client.get("/api/compare?runs=calc,other").json()["tasks"]
+    assert [task["task"] for task in found] == ["t1"]
+
+
 def test_an_export_of_metrics_that_are_not_finite_is_json(library: Library, folder: Path, tmp_path: Path):
     (folder / "calc" / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5, "loss": NaN, "kl": Infinity}\n')
     export(library, tmp_path / "report.html", Extent())
