@@ -12,7 +12,7 @@ import numpy as np
 from agentrl.config.changes import changes_of
 from agentrl.config.load import load_config
 from agentrl.errors import CheckpointError, ConfigError
-from agentrl.eval.result import EvalResult, TaskKey, mean_of, task_values
+from agentrl.eval.result import EvalResult, TaskKey, are_shares, mean_of, task_values
 from agentrl.eval.stats import Paired, differences_of, paired
 from agentrl.run_folder.records import read_records, recorded_steps
 
@@ -84,7 +84,10 @@ def compare(a: Path, b: Path) -> Comparison:
         len(pairs),
         len(tasks_a) - len(pairs),
         len(tasks_b) - len(pairs),
-        {name: paired(of_a, of_b, shares=name == "solved") for name, (of_a, of_b) in means.items()},
+        {
+            name: paired(of_a, of_b, shares=are_shares(in_a[name]) and are_shares(in_b[name]))
+            for name, (of_a, of_b) in means.items()
+        },
         [list(pairs)[place].id for place in np.argsort(changes, kind="stable") if changes[place] < 0],
         _differences(*results, a, b),
         sum(task.id in ids_b for task in tasks_a if task not in pairs),

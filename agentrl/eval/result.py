@@ -199,11 +199,16 @@ def mean_of(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
+def are_shares(tasks: Mapping[TaskKey, Sequence[float]]) -> bool:
+    """Whether every attempt has a value of 0 or 1, so that the mean of a task is a share of its attempts."""
+    return all(value in (0.0, 1.0) for values in tasks.values() for value in values)
+
+
 def estimates_of(records: Iterable[EpisodeRecord]) -> dict[str, Estimate]:
     """The estimates of an evaluation by name."""
     by_name = task_values(records)
     found = {
-        name: estimate([mean_of(v) for v in tasks.values()], shares=name == "solved")
+        name: estimate([mean_of(v) for v in tasks.values()], shares=are_shares(tasks))
         for name, tasks in by_name.items()
     }
     attempts = [[int(v) for v in values] for values in by_name.get("solved", {}).values()]

@@ -58,7 +58,7 @@ def pass_counts(attempts: int) -> list[int]:
 def estimate(values_T: Sequence[float], *, shares: bool = False) -> Estimate:
     """The mean of one value per task, with an interval over tasks.
 
-    The interval is Wilson's for shares and where all values are 0 or 1, else the bootstrap's percentiles.
+    The interval is Wilson's for shares, else the bootstrap's percentiles.
 
     Args:
         values_T: [T] one value for each task.
@@ -67,12 +67,7 @@ def estimate(values_T: Sequence[float], *, shares: bool = False) -> Estimate:
     if not values_T:
         return Estimate(0.0, 0.0, 0.0)
     values = np.asarray(values_T, dtype=float)
-    bounded = shares or _only_0_or_1(values)
-    return Estimate(float(values.mean()), *(_wilson_of_shares(values) if bounded else _bootstrap(values)))
-
-
-def _only_0_or_1(values: np.ndarray) -> bool:
-    return bool(np.isin(values, (0.0, 1.0)).all())
+    return Estimate(float(values.mean()), *(_wilson_of_shares(values) if shares else _bootstrap(values)))
 
 
 def _wilson_of_shares(values: np.ndarray) -> tuple[float, float]:
@@ -126,7 +121,7 @@ def paired(a_T: Sequence[float], b_T: Sequence[float], *, shares: bool = False) 
     p, exact = _sign_flip(differences)
     mean = float(differences.mean()) if len(differences) else 0.0
     low, high = 0.0, 0.0
-    if len(differences) and (shares or _only_0_or_1(np.concatenate((a, b)))):
+    if shares and len(differences):
         low, high = (2 * bound - 1 for bound in _wilson_of_shares((differences + 1) / 2))
     elif len(differences):
         low, high = _bootstrap(differences)

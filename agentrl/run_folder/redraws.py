@@ -189,8 +189,8 @@ class Redraws:
             if self.clean.mean - self.hit.mean > 3.3 * error and self.clean.mean > self.hit.mean:
                 found["reward"] = (
                     f"groups that lost episodes to the infrastructure score {self.hit.mean:.3g} on average, the "
-                    f"others {self.clean.mean:.3g}: the loss is not blind to what the policy does, and the run "
-                    "trains on the survivors"
+                    f"others {self.clean.mean:.3g}: the loss is not blind to what the policy does, and the "
+                    "episodes that remain are a biased sample"
                 )
         if found and self.acted:
             found = {
@@ -303,8 +303,8 @@ class RedrawGuard:
             f"{len(lost)} of the last {len(self._ended) + playing} episodes ({share:.0%}) were lost to the "
             "infrastructure, "
             f"more than rollout.redrawn_stop_above = {limit:g}: {_most(reason for _, reason in lost)}; tasks: "
-            f"{_most(task for task, _ in lost)}. The run would train on the survivors. Fix what fails, or raise "
-            f"the limit if the loss has nothing to do with the policy. The last one: {episode.error}"
+            f"{_most(task for task, _ in lost)}. The remaining episodes would be a biased sample. Fix what fails, "
+            f"or raise the limit if the loss has nothing to do with the policy. The last one: {episode.error}"
         )
 
     def scored(self, episodes: Sequence[Episode]) -> None:

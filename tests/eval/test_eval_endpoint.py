@@ -81,6 +81,7 @@ def test_several_attempts_give_pass_at_k(tmp_path: Path):
     names = ["pass@2", "pass^2", "pass@4", "pass^4"]
     assert [name for name in result.estimates if name.startswith("pass")] == names
     found = {name: value.mean for name, value in result.estimates.items()}
+    assert result.estimates["reward"] == result.estimates["solved"], "a reward of 0 or 1 has the same interval"
     assert found["pass^4"] <= found["pass^2"] <= found["solved"] <= found["pass@2"] <= found["pass@4"]
     assert 0 < found["solved"] < 1
     assert server.requests[0]["temperature"] == 1.0, "that of training"

@@ -26,8 +26,9 @@ def test_pass_at_k_and_pass_all_count_subsets():
         assert pass_all(k, 5, solved) == pytest.approx(sum(map(all, subsets)) / len(subsets))
 
 
-def test_zeros_and_ones_have_wilsons_interval_and_other_values_the_bootstraps():
-    assert (estimate([1, 0, 1, 1]).low, estimate([1, 0, 1, 1]).high) == wilson(3, 4)
+def test_shares_have_wilsons_interval_and_other_values_the_bootstraps():
+    found = estimate([1, 0, 1, 1], shares=True)
+    assert (found.low, found.high) == wilson(3, 4)
     values = list(np.random.default_rng(1).normal(2.0, 1.0, size=400))
     found = estimate(values)
     spread = 1.96 * float(np.std(values)) / math.sqrt(400)
@@ -49,7 +50,7 @@ class TestIntervals:
             assert found.low < share - 0.1 < share + 0.1 < found.high
         one = estimate([0.5], shares=True)
         assert one.low < 0.1 < 0.9 < one.high
-        assert estimate([1.0, 1.0, 1.0, 0.75], shares=True).low < estimate([1.0] * 4).low
+        assert estimate([1.0, 1.0, 1.0, 0.75], shares=True).low < estimate([1.0] * 4, shares=True).low
 
     def test_many_shares_have_the_interval_of_their_standard_error(self):
         values = list(np.random.default_rng(2).binomial(4, 0.6, size=2000) / 4)
@@ -65,7 +66,7 @@ class TestIntervals:
         assert sum(each.low <= 0.0 <= each.high for each in found) / 300 >= least
 
     def test_a_policy_that_wins_every_one_of_a_few_tasks_is_not_certainly_perfect(self):
-        found = paired([0.0] * 6, [1.0] * 6).difference
+        found = paired([0.0] * 6, [1.0] * 6, shares=True).difference
         assert (found.mean, found.high) == (1.0, pytest.approx(1.0))
         assert 0.0 < found.low < 0.5
 

@@ -78,7 +78,7 @@ def test_a_loss_that_follows_low_reward_or_one_task_is_told():
         groups.append(group(f"t{number}", rewards, sum(rng.random() < 0.3 * hard for _ in range(4))))
     found = Redraws.of(groups).findings()
     assert list(found) == ["reward"]
-    assert "the run trains on the survivors" in found["reward"]
+    assert "the episodes that remain are a biased sample" in found["reward"]
     assert "the policy had acted before" in found["reward"]
     alone = Redraws.of([*[group(f"t{n}", [1.0] * 4) for n in range(100)], group("bad", [1.0] * 4, 6)])
     assert "task bad was lost to the infrastructure in 6 of 10 episodes" in alone.findings()["task"]
