@@ -122,7 +122,7 @@ def _print(console: Console, found: Rescoring) -> None:
         changed = sum(part.changed for part in known)
         table.add_row(
             name,
-            _mean([part.recorded for part in parts]),
+            _mean([part.recorded for part in known or parts]),  # the same episodes as in the next column
             _mean([part.rescored for part in known]),
             f"{changed:,}",
             f"{len(known):,} of {len(parts):,}",
@@ -140,12 +140,13 @@ def _print(console: Console, found: Rescoring) -> None:
     for column in ("reward", "rescored", "solved", "now", "changed"):
         table.add_column(column, justify="right")
     for step, of_step in changed_steps:
+        judged = [episode for episode in of_step if episode.solved is not None]
         table.add_row(
             str(step),
             _mean([episode.recorded for episode in of_step]),
             _mean([episode.rescored for episode in of_step]),
-            _share([episode.solved_recorded for episode in of_step]),
-            _share([episode.solved for episode in of_step]),
+            _share([episode.solved_recorded for episode in judged or of_step]),
+            _share([episode.solved for episode in judged]),
             f"{sum(_changed(episode) for episode in of_step):,}",
         )
     console.print(table)

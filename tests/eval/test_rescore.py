@@ -9,16 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from agentrl.cli.app import app
+from agentrl.cli.rescore import _print as print_rescoring
 from agentrl.config import RunConfig, dump_config
 from agentrl.config.load import load_config
 from agentrl.config.reward_model import RewardModelConfig
 from agentrl.env.load import load_env
 from agentrl.env.play import ScriptedPolicy, call, calls, play, say
 from agentrl.errors import CheckpointError, ConfigError
-from agentrl.eval.rescore import TURNS, RescoreOptions, Rescoring, rescore
+from agentrl.eval.rescore import TURNS, RescoredEpisode, RescoredPart, RescoreOptions, Rescoring, rescore
 from agentrl.rollout.content import env_factory
 from agentrl.rollout.limits import less_overlong
 from agentrl.run_folder.records import EpisodeRecord, compress, episodes_file, read_records
@@ -218,6 +220,23 @@ def rewritten(run: Path, change: Callable[[Episode], Episode]) -> None:
     """Change the recorded episodes."""
     records = [replace(record, episode=change(record.episode)) for record in read_records(run, 1)]
     episodes_file(run, 1).write_bytes(compress(records))
+
+
+def test_the_table_compares_the_same_episodes_before_and_after(capsys: pytest.CaptureFixture[str]):
+    def episode(number: int, recorded: float, rescored: float, why: str = "") -> RescoredEpisode:
+        part = RescoredPart(recorded, None if why else rescored, why)
+        verdict = None if why else rescored == 1.0
+        names = (f"e{number}", f"t{number}", "")
+        return RescoredEpisode(
+            1, number, *names, recorded, part.value, recorded == 1.0, verdict, {"solved": part}, why
+        )
+
+    unlike = "the env answers turn 0 differently"
+    episodes = [episode(0, 1.0, 1.0), episode(1, 0.0, 0.0, unlike), episode(2, 0.0, 0.0, unlike)]
+    print_rescoring(Console(width=100), Rescoring([*episodes, episode(3, 0.5, 0.4)], {}))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["solved", "0.75", "0.7", "1", "2", "of", "4"] in lines
+    assert ["1", "0.375", "0.35", "50%", "50%", "1"] in lines
 
 
 def test_the_penalty_of_cut_episodes_is_that_of_the_step():
