@@ -25,6 +25,11 @@ _ROUNDING = 1e-6
 """More than the rounding of float32, in which many rewards are computed."""
 
 
+def reaches(value: float, bound: float) -> bool:
+    """Whether a reward is at least a bound that a user gave, up to rounding."""
+    return value >= bound - _ROUNDING * abs(bound)
+
+
 @dataclass(frozen=True, slots=True)
 class SolvedRule:
     """The condition for a solved episode.

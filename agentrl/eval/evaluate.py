@@ -24,7 +24,7 @@ from agentrl.agents.players import players
 from agentrl.config import RunConfig, dump_config
 from agentrl.engine.chat_client import ChatClient, Endpoint
 from agentrl.env.env import Env
-from agentrl.env.solved import NOT_DECLARED
+from agentrl.env.solved import NOT_DECLARED, reaches
 from agentrl.env.tasks import Split
 from agentrl.errors import (
     AgentRLError,
@@ -35,7 +35,6 @@ from agentrl.errors import (
     first_error,
 )
 from agentrl.eval.result import RESULTS_FILE, EvalResult, EvalSpec, Prices, result_of
-from agentrl.eval.stats import ROUNDING
 from agentrl.extras import require
 from agentrl.reachable import unreachable
 from agentrl.reporting.display import quiet_transformers
@@ -498,6 +497,6 @@ def check_minimum(result: EvalResult, minimum: Mapping[str, float]) -> list[str]
         if name not in result.estimates:
             raise ConfigError(f"--min {name}: not measured here; there is: {', '.join(result.estimates)}")
         value = result.estimates[name].mean
-        if value < bound - ROUNDING * abs(bound):
+        if not reaches(value, bound):
             short.append(f"{name} is {value:.4g}, below {bound:g}")
     return short

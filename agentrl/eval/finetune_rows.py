@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.chat.messages import write_message
 from agentrl.chat.transcript import rows_of
-from agentrl.env.solved import NOT_DECLARED
+from agentrl.env.solved import NOT_DECLARED, reaches
 from agentrl.errors import ConfigError
 from agentrl.rollout.episode_metrics import is_malformed
 from agentrl.run_folder.records import EpisodeRecord, encode, iter_records, recorded_steps
@@ -97,7 +97,7 @@ class Selection:
             return UNDECLARED
         if self.solved and not episode.solved:
             return "not solved"
-        if self.min_reward is not None and (episode.reward or 0.0) < self.min_reward:
+        if self.min_reward is not None and not reaches(episode.reward or 0.0, self.min_reward):
             return f"reward below {self.min_reward:g}"
         if not self.malformed and is_malformed(episode):
             return "with a malformed call"

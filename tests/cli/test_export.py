@@ -153,6 +153,7 @@ def test_a_call_that_could_be_read_but_not_run_is_malformed_as_well(run: Path, c
     [
         (["--solved"], "ac"),
         (["--min-reward", "0.5", "--malformed"], "ace"),
+        (["--min-reward", "1.00000001"], "ac"),  # but for rounding
         (["--steps", "2:"], "c"),
         (["--steps", ":1"], "ab"),
         (["--steps", "1"], "ab"),

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from agentrl.cli.app import main
@@ -274,6 +275,9 @@ def test_a_bound_that_is_reached_but_for_rounding_is_reached(tmp_path: Path):
     found = replace(result, estimates={"solved": estimate([1 / 3, 1.0, 1 / 3, 2 / 3, 2 / 3])})
     assert found.estimates["solved"].mean < 0.6
     assert check_minimum(found, {"solved": 0.6}) == []
+    single = {"reward": estimate([float(np.float32(0.7))])}
+    assert single["reward"].mean < 0.7
+    assert check_minimum(replace(found, estimates=single), {"reward": 0.7}) == []
     assert check_minimum(found, {"solved": 0.6001}) == ["solved is 0.6, below 0.6001"]
 
 
