@@ -46,9 +46,16 @@ Texts = Mapping[str, str | tuple[str, Any]]
 """By key, the text of its row, or that and verl's default."""
 
 
-def _rows(prefix: str, how: How, rows: Texts) -> list[Row]:
+_HOW: Mapping[str, How] = {
+    "taken": "taken", "same": "same", "no_effect": "no effect", "by_hand": "by hand", "refused": "refused"
+}  # fmt: skip
+
+
+def _rows(prefix: str, **kinds: Texts) -> list[Row]:
     return [
-        Row(prefix + key, how, *(text if isinstance(text, tuple) else (text, None))) for key, text in rows.items()
+        Row(prefix + key, _HOW[kind], *(text if isinstance(text, tuple) else (text, None)))
+        for kind, rows in kinds.items()
+        for key, text in rows.items()
     ]
 
 
@@ -68,8 +75,7 @@ ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{part}." for part in ("actor",
 _DATA = [
     *_rows(
         "data.",
-        "taken",
-        {
+        taken={
             "train_files": "data.train",
             "val_files": "data.held_out",
             "val_max_samples": ("eval.tasks", -1),
@@ -83,11 +89,7 @@ _DATA = [
             "apply_chat_template_kwargs": ("model.template_options", {}),
             "apply_chat_template_kwargs.*": "model.template_options",
         },
-    ),
-    *_rows(
-        "data.",
-        "same",
-        {
+        same={
             "gen_batch_size": "groups start as soon as others finish",
             "val_batch_size": "held-out episodes start as soon as others finish",
             "return_full_prompt": "every episode is recorded with its tokens",
@@ -103,11 +105,7 @@ _DATA = [
             "return_multi_modal_inputs": _TEXT,
             "cache_dir": "datasets are read in place",
         },
-    ),
-    *_rows(
-        "data.",
-        "by hand",
-        {
+        by_hand={
             "truncation": (
                 "prompts are never cut: overlong ones are refused or dropped (data.overlong_prompts)",
                 "error",
@@ -115,11 +113,7 @@ _DATA = [
             "train_max_samples": ("shorten the file to that many rows", -1),
             "tokenizer": "the tokenizer comes from model.path",
         },
-    ),
-    *_rows(
-        "data.",
-        "refused",
-        {
+        refused={
             "custom_cls.path": "rows come from files or from an env: write the dataset class as the `tasks` "
             "classmethod of an Env, or save its rows to a file",
             "custom_cls.name": "see data.custom_cls.path",
@@ -141,8 +135,7 @@ _DATA = [
 _MODEL = [
     *_rows(
         MODEL,
-        "taken",
-        {
+        taken={
             "path": "model.path",
             "custom_chat_template": "model.chat_template",
             "enable_gradient_checkpointing": ("learner.checkpoint_activations", True),
@@ -156,11 +149,7 @@ _MODEL = [
             "lora.adapter_path": "learner.lora.adapter",
             "override_config.attn_implementation": ("learner.attention", "flash_attention_2"),
         },
-    ),
-    *_rows(
-        MODEL,
-        "same",
-        {
+        same={
             "use_remove_padding": "rows are always packed without padding",
             "use_rmpad": "rows are always packed without padding",
             "use_fused_kernels": "logits are computed for a few tokens at a time (learner.logits_at_once)",
@@ -169,11 +158,7 @@ _MODEL = [
             "use_liger": "logits are computed for a few tokens at a time (learner.logits_at_once)",
             "tiled_mlp.*": "use learner.checkpoint_activations and a smaller learner.tokens_per_micro_batch",
         },
-    ),
-    *_rows(
-        MODEL,
-        "by hand",
-        {
+        by_hand={
             "tokenizer_path": "put the tokenizer's files into the folder of model.path",
             "hf_config_path": "put config.json into the folder of model.path",
             "override_config.*": "change config.json in the folder of model.path",
@@ -185,11 +170,7 @@ _MODEL = [
                 ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
             ),
         },
-    ),
-    *_rows(
-        MODEL,
-        "refused",
-        {
+        refused={
             "trust_remote_code": "code from a model directory is never run",
             "external_lib": "no module is imported for its side effects; an env may import what it needs",
             "external_libs": "no module is imported for its side effects; an env may import what it needs",
@@ -210,7 +191,7 @@ _OPTIM: Texts = {
     "warmup_style": "optim.schedule",
     "clip_grad": ("optim.max_grad_norm", 1.0),
 }
-_OPTIM_REST: dict[How, Texts] = {
+_OPTIM_REST: dict[str, Texts] = {
     "same": {
         "optimizer": (
             "AdamW is the only optimizer; optim.state can hold its state in fewer bytes",
@@ -222,7 +203,7 @@ _OPTIM_REST: dict[How, Texts] = {
         "zero_indexed_step": "steps count from 1",
         "use_checkpoint_opt_param_scheduler": "the schedule is a function of the step",
     },
-    "by hand": {
+    "by_hand": {
         "min_lr_ratio": ("linear and cosine schedules end at a tenth of the peak", 0.0),
         "min_lr": ("linear and cosine schedules end at a tenth of the peak", 0.0),
         "lr_warmup_init": ("the warm-up begins near 0", 0.0),
@@ -235,7 +216,7 @@ _OPTIM_REST: dict[How, Texts] = {
     "refused": {"override_optimizer_config": "AdamW with lr, betas and weight_decay"},
 }
 _SEQUENCE = "rows are split over learner.sequence_ranks ranks, for every model"
-_ENGINE_REST: dict[How, Texts] = {
+_ENGINE_REST: dict[str, Texts] = {
     "same": {
         "wrap_policy.*": "every block is sharded separately",
         "grad_offload": "gradients move with the parameters (learner.cpu_offload)",
@@ -266,15 +247,10 @@ _ENGINE_REST: dict[How, Texts] = {
 }
 
 
-def _engine(prefix: str) -> list[Row]:
-    return [row for how, rows in _ENGINE_REST.items() for row in _rows(prefix, how, rows)]
-
-
 _ACTOR = [
     *_rows(
         ACTOR,
-        "taken",
-        {
+        taken={
             "ppo_mini_batch_size": ("algorithm.updates_per_step (batch / mini-batch)", 256),
             "ppo_epochs": ("algorithm.epochs", 1),
             "ppo_micro_batch_size_per_gpu": "learner.tokens_per_micro_batch (times the longest episode)",
@@ -311,13 +287,11 @@ _ACTOR = [
             "tis_imp_ratio_cap": "algorithm.correction.importance and high",
         },
     ),
-    *_rows(f"{ACTOR}optim.", "taken", _OPTIM),
-    *[row for how, rows in _OPTIM_REST.items() for row in _rows(f"{ACTOR}optim.", how, rows)],
-    *_engine(f"{ACTOR}fsdp_config."),
+    *_rows(f"{ACTOR}optim.", taken=_OPTIM, **_OPTIM_REST),
+    *_rows(f"{ACTOR}fsdp_config.", **_ENGINE_REST),
     *_rows(
         ACTOR,
-        "same",
-        {
+        same={
             "strategy": ("the learner shards with FSDP2", _FSDP),
             "use_torch_compile": "nothing is compiled",
             "calculate_entropy": "the entropy is always measured",
@@ -339,11 +313,7 @@ _ACTOR = [
             "pad_to_length": "rows are packed without padding",
             "use_prefix_grouper": "tokens that rows share are always computed once",
         },
-    ),
-    *_rows(
-        ACTOR,
-        "refused",
-        {
+        refused={
             "megatron.*": _MEGATRON,
             "veomni.*": "agentrl shards with FSDP2 only",
             "router_replay.*": ("replayed from the local engine only (learner.replay_routes)", "disabled"),
@@ -368,8 +338,7 @@ _CORRECTION: Texts = {
 _ROLLOUT = [
     *_rows(
         ROLLOUT,
-        "taken",
-        {
+        taken={
             "name": "engine.kind",
             "n": ("rollout.group_size", 1),
             "temperature": ("rollout.temperature", 1.0),
@@ -410,11 +379,7 @@ _ROLLOUT = [
             ),
             "agent.default_agent_loop": ("rollout.max_turns", "single_turn_agent"),
         },
-    ),
-    *_rows(
-        ROLLOUT,
-        "same",
-        {
+        same={
             "mode": "rollouts are always asynchronous",
             "do_sample": ("training samples", True),
             "load_format": "weights come from the learner",
@@ -435,11 +400,7 @@ _ROLLOUT = [
             "prometheus.*": "metrics are in metrics.jsonl of the run folder",
             "update_weights_bucket_megabytes": "weights are sent in buckets (engine.server.bucket_mb)",
         },
-    ),
-    *_rows(
-        ROLLOUT,
-        "no effect",
-        {
+        no_effect={
             "multi_turn.use_inference_chat_template": "verl does not read it",
             "multi_turn.tokenization_sanity_check_mode": "verl does not read it; see rollout.tokenization_check",
             "multi_turn.num_repeat_rollouts": "verl does not read it",
@@ -449,11 +410,7 @@ _ROLLOUT = [
             "multi_stage_wake_up": "verl does not read it",
             "limit_images": "verl does not pass it on to SGLang",
         },
-    ),
-    *_rows(
-        ROLLOUT,
-        "by hand",
-        {
+        by_hand={
             "top_p": ("training samples from the whole distribution", 1),
             "top_k": ("training samples from the whole distribution", -1),
             "min_p": ("training samples from the whole distribution", 0),
@@ -469,11 +426,7 @@ _ROLLOUT = [
             "quantization_config_file": _SERVER,
             "engine_kwargs.trtllm.*": "engine.kind is local, sglang or vllm",
         },
-    ),
-    *_rows(
-        ROLLOUT,
-        "refused",
-        {
+        refused={
             "ignore_eos": "a completion ends at the policy's stop token",
             "full_determinism": "GPU kernels are not made deterministic",
             "disaggregation.*": "prefill and decode stay in one server",
@@ -490,8 +443,7 @@ _ROLLOUT = [
 _REF = [
     *_rows(
         REF,
-        "same",
-        {
+        same={
             "strategy": ("the reference is sharded as the policy is", _FSDP),
             "ulysses_sequence_parallel_size": (_SEQUENCE, 1),
             "rollout_n": "see rollout.n",
@@ -511,11 +463,10 @@ _REF = [
             "pad_to_length": "rows are packed without padding",
         },
     ),
-    *_engine(f"{REF}fsdp_config."),
+    *_rows(f"{REF}fsdp_config.", **_ENGINE_REST),
     *_rows(
         REF,
-        "refused",
-        {
+        refused={
             "model.path": "the reference is the policy that training began with",
             "megatron.*": _MEGATRON,
             "veomni.*": "agentrl shards with FSDP2 only",
@@ -530,8 +481,7 @@ _REF = [
 _CRITIC = [
     *_rows(
         "critic.",
-        "taken",
-        {
+        taken={
             "optim.lr": ("critic.lr", 1e-5),
             "model.path": "critic.path",
             "cliprange_value": ("critic.value_clip", 0.5),
@@ -542,11 +492,7 @@ _CRITIC = [
             "loss_scale_factor": "critic.aggregation_scale",
             "enable": "critic (there is one where algorithm.advantage is gae)",
         },
-    ),
-    *_rows(
-        "critic.",
-        "same",
-        {
+        same={
             "ulysses_sequence_parallel_size": (_SEQUENCE, 1),
             "ppo_micro_batch_size": _PACKED,
             "ppo_micro_batch_size_per_gpu": _PACKED,
@@ -586,26 +532,17 @@ _CRITIC = [
             "model.target_modules": "the whole critic learns",
         },
     ),
-    *[row for how, rows in _OPTIM_REST.items() for row in _rows("critic.optim.", how, rows)],
-    *_engine("critic.fsdp."),
+    *_rows("critic.optim.", **_OPTIM_REST),
+    *_rows("critic.fsdp.", **_ENGINE_REST),
     *_rows(
         "critic.",
-        "no effect",
-        {"forward_max_token_len_per_gpu": "verl does not read it"},
-    ),
-    *_rows(
-        "critic.",
-        "by hand",
-        {
+        no_effect={"forward_max_token_len_per_gpu": "verl does not read it"},
+        by_hand={
             "model.hf_config_path": "put config.json into the folder of critic.path",
             "model.override_config": ("change config.json in the folder of critic.path", {}),
             "model.override_config.*": "change config.json in the folder of critic.path",
         },
-    ),
-    *_rows(
-        "critic.",
-        "refused",
-        {
+        refused={
             "model.trust_remote_code": "code from a model directory is never run",
             "model.external_lib": "no module is imported for its side effects",
             "model.lora_rank": ("the whole critic learns", 0),
@@ -625,8 +562,7 @@ _JUDGE = "a reward model scores with its own tokenizer and window (reward_model.
 _REWARD = [
     *_rows(
         "reward.",
-        "taken",
-        {
+        taken={
             "custom_reward_function.path": "env.options.reward",
             "custom_reward_function.name": ("env.options.reward", "compute_score"),
             "custom_reward_function.reward_kwargs": "env.options.reward (options)",
@@ -637,11 +573,7 @@ _REWARD = [
             "reward_model.n_gpus_per_node": ("reward_model.workers", 8),
             "reward_model.nnodes": ("reward_model.workers", 0),
         },
-    ),
-    *_rows(
-        "reward.",
-        "same",
-        {
+        same={
             "num_workers": "rewards are computed as episodes end; ToolSettings.reward_timeout_s bounds each",
             "reward_manager.name": "a reward function sees one episode, with any manager",
             "reward_manager.source": ("a reward function sees one episode, with any manager", "register"),
@@ -649,11 +581,7 @@ _REWARD = [
             "reward_kwargs.max_resp_len": "see rollout.max_tokens",
             "reward_kwargs.overlong_buffer_cfg.log": "the penalty is the reward `overlong`",
         },
-    ),
-    *_rows(
-        "reward.",
-        "by hand",
-        {
+        by_hand={
             "reward_kwargs.overlong_buffer_cfg.enable": _OVERLONG,
             "reward_kwargs.overlong_buffer_cfg.len": "see overlong_buffer_cfg.enable",
             "reward_kwargs.overlong_buffer_cfg.penalty_factor": "see overlong_buffer_cfg.enable",
@@ -668,16 +596,14 @@ _REWARD = [
             "sandbox_fusion.memory_limit_mb": ("see sandbox_fusion.url", 1024),
         },
     ),
-    *_rows("custom_reward_function.", "taken", {"path": "env.options.reward", "name": "env.options.reward"}),
+    *_rows("custom_reward_function.", taken={"path": "env.options.reward", "name": "env.options.reward"}),
     *_rows(
         "custom_reward_function.",
-        "taken",
-        {"reward_kwargs": "env.options.reward (options)", "reward_kwargs.*": "env.options.reward (options)"},
+        taken={"reward_kwargs": "env.options.reward (options)", "reward_kwargs.*": "env.options.reward (options)"},
     ),
     *_rows(
         "reward_model.",
-        "taken",
-        {
+        taken={
             "enable": ("reward_model", False),
             "model.path": "reward_model.path",
             "model_path": "reward_model.path",
@@ -687,11 +613,7 @@ _REWARD = [
             "n_gpus_per_node": "reward_model.workers",
             "nnodes": "reward_model.workers",
         },
-    ),
-    *_rows(
-        "reward_model.",
-        "same",
-        {
+        same={
             "model.input_tokenizer": "conversations are rendered with the reward model's own chat template",
             "model.fsdp_config.*": "a reward model is held whole by each worker",
             "model.use_remove_padding": "rows are scored in batches of like length",
@@ -709,11 +631,7 @@ _REWARD = [
             "rollout.*": _JUDGE,
             "inference.*": _JUDGE,
         },
-    ),
-    *_rows(
-        "reward_model.",
-        "by hand",
-        {
+        by_hand={
             "reward_kwargs.overlong_buffer_cfg.*": _OVERLONG,
             "overlong_buffer.enable": _OVERLONG,
             "overlong_buffer.*": "see overlong_buffer.enable",
@@ -723,11 +641,7 @@ _REWARD = [
             "reward_loop_class_name": "write it as a reward function of the episode",
             "sandbox_fusion.*": "let the reward run programs in a sandbox of agentrl (Sandbox)",
         },
-    ),
-    *_rows(
-        "reward_model.",
-        "refused",
-        {
+        refused={
             "model.trust_remote_code": "code from a model directory is never run",
             "model.external_lib": "no module is imported for its side effects",
             "profiler.*": _PROFILE,
@@ -740,8 +654,7 @@ _REWARD = [
 _ALGORITHM = [
     *_rows(
         "algorithm.",
-        "taken",
-        {
+        taken={
             "adv_estimator": ("algorithm.advantage", "gae"),
             "gamma": ("algorithm.advantage.gamma", 1.0),
             "lam": ("algorithm.advantage.lam", 1.0),
@@ -758,12 +671,11 @@ _ALGORITHM = [
             "gdpo_reward_weights": "algorithm.advantage.weights",
         },
     ),
-    *_rows("algorithm.rollout_correction.", "taken", _CORRECTION),
-    *_rows(f"{ACTOR}rollout_correction.", "taken", _CORRECTION),
+    *_rows("algorithm.rollout_correction.", taken=_CORRECTION),
+    *_rows(f"{ACTOR}rollout_correction.", taken=_CORRECTION),
     *_rows(
         "algorithm.",
-        "taken",
-        {
+        taken={
             "rollout_is": "algorithm.correction.importance",
             "rollout_is_threshold": "algorithm.correction.high",
             "rollout_is_threshold_lower": "algorithm.correction.low",
@@ -771,19 +683,11 @@ _ALGORITHM = [
             "rollout_is_mode": "algorithm.correction.low",
             "rollout_is_veto_threshold": "algorithm.correction.veto",
         },
-    ),
-    *_rows(
-        "algorithm.",
-        "same",
-        {
+        same={
             "filter_groups.metric": "groups whose rewards are all equal are set aside, by their total",
             "filter_groups.max_inflight_gen_batches": ("groups start as soon as others finish", 1),
         },
-    ),
-    *_rows(
-        "algorithm.",
-        "refused",
-        {
+        refused={
             "use_pf_ppo": "episodes are not resampled by their reward; algorithm.loss may be your own function",
             "pf_ppo.*": "see use_pf_ppo",
         },
@@ -795,8 +699,7 @@ _ALGORITHM = [
 _TRAINER = [
     *_rows(
         "trainer.",
-        "taken",
-        {
+        taken={
             "total_training_steps": "steps",
             "total_epochs": ("steps (epochs times the batches of data.train_files)", 30),
             "experiment_name": ("name", "gsm8k"),
@@ -813,11 +716,7 @@ _TRAINER = [
             "v1.trainer_mode": ("rollout.max_staleness", "sync"),
             "v1.sampler.max_off_policy_threshold": ("rollout.max_staleness", 8),
         },
-    ),
-    *_rows(
-        "trainer.",
-        "same",
-        {
+        same={
             "balance_batch": "rows are packed by token budget",
             "log_val_generations": "every episode is recorded; see `agentrl show`",
             "rollout_data_dir": "every episode is recorded in the run folder",
@@ -834,27 +733,15 @@ _TRAINER = [
             "resume_mode": ("a run of the same folder is continued", "auto"),
             "default_local_dir": "a run is a folder under runs/ (see name)",
         },
-    ),
-    *_rows(
-        "trainer.",
-        "no effect",
-        {
+        no_effect={
             "esi_redundant_time": "verl does not read it",
             "ray_wait_register_center_timeout": "verl does not read it",
         },
-    ),
-    *_rows(
-        "trainer.",
-        "by hand",
-        {
+        by_hand={
             "val_only": "run `agentrl eval` instead of `agentrl train`",
             "default_hdfs_dir": "copy the run folder",
         },
-    ),
-    *_rows(
-        "trainer.",
-        "refused",
-        {
+        refused={
             "resume_from_path": "a checkpoint of verl has another format: merge it to Hugging Face format "
             "(verl.model_merger), set model.path and start a new run; agentrl's own runs resume automatically",
             "checkpoint_callback_class": "watch the run folder: a checkpoint is complete once its folder exists",
@@ -873,8 +760,7 @@ _REST = [
     Row("rollout.test_freq", "by hand", "set eval.every"),
     *_rows(
         "rollout.",
-        "by hand",
-        dict.fromkeys(("nnodes", "n_gpus_per_node"), "engine.server.replicas, on dedicated GPUs"),
+        by_hand=dict.fromkeys(("nnodes", "n_gpus_per_node"), "engine.server.replicas, on dedicated GPUs"),
     ),
     Row("distillation.*", "by hand", "name the teacher under `teacher`; algorithm.kl.coef is its weight"),
     Row("transfer_queue.*", "same", "episodes stay in the run's process or its Ray workers"),
