@@ -80,11 +80,8 @@ class UnusedBy:
 
 
 @dataclass(frozen=True, slots=True)
-class OnlyWhen:
-    """The key has an effect only while another key has one of these values.
-
-    The other key is looked up in the key's own section, then in the sections around it.
-    """
+class _OtherKey:
+    """Depends on the value of another key, looked up in the key's own section, then in the sections around it."""
 
     key: str
     values: tuple[object, ...]
@@ -97,6 +94,14 @@ class OnlyWhen:
     def keys(self) -> tuple[str, ...]:
         """The keys it depends on."""
         return (self.key,)
+
+    def _choices(self) -> str:
+        return _either(f"`{self.key}: {_shown(value)}`" for value in self.values)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class OnlyWhen(_OtherKey):
+    """The key has an effect only while another key has one of these values."""
 
     def dead(self, *found: object) -> bool:
         """Whether the key has no effect, from the values of `keys`."""
@@ -108,79 +113,58 @@ class OnlyWhen:
 
     def condition(self) -> str:
         """When the key has an effect, for the docs."""
-        return f"Only with {_either(f'`{self.key}: {_shown(value)}`' for value in self.values)}."
+        return f"Only with {self._choices()}."
 
 
-@dataclass(frozen=True, slots=True)
-class NeverWhen:
-    """The key has no effect while another key has one of these values; see `OnlyWhen`."""
-
-    key: str
-    values: tuple[object, ...]
-
-    def __init__(self, key: str, *values: object) -> None:
-        object.__setattr__(self, "key", key)
-        object.__setattr__(self, "values", values)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys it depends on."""
-        return (self.key,)
+@dataclass(frozen=True, slots=True, init=False)
+class NeverWhen(_OtherKey):
+    """The key has no effect while another key has one of these values."""
 
     def dead(self, *found: object) -> bool:
-        """Whether the key has no effect, from the values of `keys`."""
         return found[0] in self.values
 
     def why(self, names: tuple[str, ...], *found: object) -> str:
-        """The reason, with the keys called as in `names`."""
         return f"while {names[0]} is {_shown(found[0])}"
 
     def condition(self) -> str:
-        """When the key has an effect, for the docs."""
-        return f"Not with {_either(f'`{self.key}: {_shown(value)}`' for value in self.values)}."
+        return f"Not with {self._choices()}."
 
 
 @dataclass(frozen=True, slots=True)
-class OnlyWith:
-    """The key has an effect only where one of these other keys is given."""
+class _OtherKeys:
+    """Depends on whether other keys are given."""
 
     keys: tuple[str, ...]
 
     def __init__(self, *keys: str) -> None:
         object.__setattr__(self, "keys", keys)
 
+
+@dataclass(frozen=True, slots=True, init=False)
+class OnlyWith(_OtherKeys):
+    """The key has an effect only where one of these other keys is given."""
+
     def dead(self, *found: object) -> bool:
-        """Whether the key has no effect, from the values of `keys`."""
         return not any(map(_given, found))
 
     def why(self, names: tuple[str, ...], *found: object) -> str:
-        """The reason, with the keys called as in `names`."""
         return f"without {_either(names)}"
 
     def condition(self) -> str:
-        """When the key has an effect, for the docs."""
         return f"Only with {_either(f'`{key}`' for key in self.keys)}."
 
 
-@dataclass(frozen=True, slots=True)
-class NeverWith:
+@dataclass(frozen=True, slots=True, init=False)
+class NeverWith(_OtherKeys):
     """The key has no effect where one of these other keys is given."""
 
-    keys: tuple[str, ...]
-
-    def __init__(self, *keys: str) -> None:
-        object.__setattr__(self, "keys", keys)
-
     def dead(self, *found: object) -> bool:
-        """Whether the key has no effect, from the values of `keys`."""
         return any(map(_given, found))
 
     def why(self, names: tuple[str, ...], *found: object) -> str:
-        """The reason, with the keys called as in `names`."""
         return f"while {_either(name for name, value in zip(names, found, strict=True) if _given(value))} is given"
 
     def condition(self) -> str:
-        """When the key has an effect, for the docs."""
         return f"Not with {_either(f'`{key}`' for key in self.keys)}."
 
 
