@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from agentrl.cli.options import Overrides
+from agentrl.cli.options import Overrides, client_secret
 
 if TYPE_CHECKING:
     from agentrl.config import RunConfig
@@ -36,6 +36,15 @@ Part = Annotated[
     typer.Option("--env", metavar="NAME", help="Env to serve, if the run has several.", show_default=False),
 ]
 
+MaxTurns = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Turns of an episode. [default: rollout.max_turns of the YAML file, else 50]",
+        show_default=False,
+    ),
+]
+
 
 @app.command()
 def serve(
@@ -53,14 +62,7 @@ def serve(
     max_sessions: Annotated[
         int, typer.Option(min=1, help="Maximum concurrent episodes; further sessions are refused.")
     ] = 64,
-    max_turns: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Turns of an episode. [default: rollout.max_turns of the YAML file, else 50]",
-            show_default=False,
-        ),
-    ] = None,
+    max_turns: MaxTurns = None,
     idle_s: Annotated[
         float, typer.Option(min=1.0, help="Seconds after which a session without a connection is closed.")
     ] = 900.0,
@@ -83,7 +85,7 @@ def serve(
 
     require("serve", "agentrl env serve")
     require("openenv", "agentrl env serve")
-    token = _token(host, token_env)
+    token = client_secret(host, token_env, "--token-env", "token", "server")
     source = _source(target, env, overrides, max_turns)
     sessions = Sessions(source, max_sessions, idle_s)
     asyncio.run(_serve(sessions, host, port, token, until_eof))
@@ -113,14 +115,7 @@ def package(
         Path | None,
         typer.Option(help="Python that will serve the env. [default: this one]", show_default=False),
     ] = None,
-    max_turns: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Turns of an episode. [default: rollout.max_turns of the YAML file, else 50]",
-            show_default=False,
-        ),
-    ] = None,
+    max_turns: MaxTurns = None,
     env: Part = None,
     overrides: Overrides = [],  # noqa: B006
 ) -> None:
@@ -173,27 +168,6 @@ def _source(target: str, env: str | None, overrides: list[str], max_turns: int |
     config = run_config(target, env, overrides)
     limit = config.rollout.max_turns if "max_turns" in config.rollout.model_fields_set else 50
     return load_source(config, max_turns=max_turns or limit)
-
-
-def _token(host: str, name: str | None) -> str | None:
-    """The token that clients must send.
-
-    Raises:
-        ConfigError: the variable is not set, or others could reach the server without a token.
-    """
-    from agentrl.errors import ConfigError
-    from agentrl.serve.listen import is_loopback
-
-    if name is None:
-        if not is_loopback(host):
-            raise ConfigError(
-                f"--host {host}: others could use the server; put a token into an environment variable, name it "
-                "with --token-env, or listen on 127.0.0.1"
-            )
-        return None
-    if not (token := os.environ.get(name, "")):
-        raise ConfigError(f"--token-env {name}: this environment variable is not set")
-    return token
 
 
 async def _serve(sessions: Sessions, host: str, port: int, token: str | None, until_eof: bool) -> None:

@@ -112,7 +112,7 @@ def run_exam(target: str, overrides: list[str], options: ExamOptions, *, play: b
             status.update("difficulty")
             examine_difficulty(
                 result, config.by_env[result.name], subject,
-                attempts=options.attempts or 4, tasks=options.tasks or PROFILED_TASKS, temperature=None,
+                attempts=options.attempts or 4, tasks=options.tasks or PROFILED_TASKS,
             )  # fmt: skip
     for result in results:
         _print(console, result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -140,3 +141,31 @@ def check_effect(overrides: Sequence[str], command: Command, what: str) -> None:
                 why = ", which updates no weights" if end > 1 else ""
                 key = ".".join(loc[:end])
                 raise ConfigError(f"--set {text}: `{key}` has no effect {what}{why}; leave it out")
+
+
+def client_secret(host: str, name: str | None, option: str, what: str, server: str) -> str | None:
+    """The secret that clients must send, from the environment variable that an option names.
+
+    Args:
+        host: address to listen on.
+        name: the variable; None where the option was not given.
+        option: the option, for errors.
+        what: what the secret is called there: "key" or "token".
+        server: what it protects, for errors.
+
+    Raises:
+        ConfigError: the variable is not set, or others could reach the server without a secret.
+    """
+    from agentrl.errors import ConfigError
+    from agentrl.serve.listen import is_loopback
+
+    if name is None:
+        if not is_loopback(host):
+            raise ConfigError(
+                f"--host {host}: others could use the {server}; put a {what} into an environment variable, name "
+                f"it with {option}, or listen on 127.0.0.1"
+            )
+        return None
+    if not (secret := os.environ.get(name, "")):
+        raise ConfigError(f"{option} {name}: this environment variable is not set")
+    return secret

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.cli.options import PlayOverrides, check_effect, policy_folder, trained_by
+from agentrl.cli.options import PlayOverrides, check_effect, client_secret, policy_folder, trained_by
 
 if TYPE_CHECKING:
     from agentrl.chat.template import Renderer
@@ -88,7 +87,7 @@ def serve(
 
     if record is not None:
         _refuse_idle(model_name, accept_any_model, max_requests, memory_tokens)
-    key, policy = _key(host, api_key_env), _find(target, overrides)
+    key, policy = client_secret(host, api_key_env, "--api-key-env", "key", "endpoint"), _find(target, overrides)
     names, fingerprint = tuple(model_name) or (policy.name,), f"fp_{policy.digest}"
     settings = Settings(names, accept_any_model, key, fingerprint, cors=tuple(cors))
     quiet_transformers()
@@ -194,28 +193,6 @@ def _digest(directory: Path, renderer: Renderer) -> str:
         files = sorted(path for path in directory.iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
         weights = repr([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]).encode()
     return hashlib.sha256(renderer.hash.encode() + weights).hexdigest()[:16]
-
-
-def _key(host: str, name: str | None) -> str | None:
-    """The key that clients must send.
-
-    Raises:
-        ConfigError: the variable is not set, or others could reach the endpoint without a key.
-    """
-    from agentrl.errors import ConfigError
-    from agentrl.serve.listen import is_loopback
-
-    if name is None:
-        if not is_loopback(host):
-            raise ConfigError(
-                f"--host {host}: others could use the endpoint; put a key into an environment variable, name it "
-                "with --api-key-env, or listen on 127.0.0.1"
-            )
-        return None
-    key = os.environ.get(name, "")
-    if not key:
-        raise ConfigError(f"--api-key-env {name}: this environment variable is not set")
-    return key
 
 
 Using = Callable[["Engine", asyncio.Event], Awaitable[None]]

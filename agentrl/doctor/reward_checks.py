@@ -95,7 +95,7 @@ def ignores_tools(evidence: Evidence) -> Iterator[Finding]:
     if float(np.mean(quiet)) - (low if high > low else 0.0) <= 0.2 * width:
         return  # nothing is earned without a call
     gain = float(np.mean(called)) - float(np.mean(quiet))
-    if gain > 0.05 * width and (gain > 0.2 * width or difference_is_sure(called, quiet, 2.0)):
+    if gain > 0.05 * width and (gain > 0.2 * width or difference_is_sure(called, quiet)):
         return
     best = max(silent, key=lambda played: played.reward or 0.0)
     yield Finding(

@@ -31,9 +31,9 @@ def ends(values: Floats, share: float = 0.25) -> tuple[float, float]:
     return float(values[:count].mean()), float(values[-count:].mean())
 
 
-def difference_is_sure(a: Sequence[float], b: Sequence[float], sigmas: float = 3.0) -> bool:
+def difference_is_sure(a: Sequence[float], b: Sequence[float]) -> bool:
     """Whether the means of two samples differ by more than noise would make them."""
     if len(a) < 5 or len(b) < 5:
         return False
     error = math.sqrt(float(np.var(a)) / len(a) + float(np.var(b)) / len(b))
-    return abs(float(np.mean(a)) - float(np.mean(b))) > sigmas * max(error, 1e-9)
+    return abs(float(np.mean(a)) - float(np.mean(b))) > 2.0 * max(error, 1e-9)

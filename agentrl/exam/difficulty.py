@@ -12,29 +12,17 @@ from agentrl.scratch import ScratchFolder
 
 
 def examine_difficulty(
-    result: ExamResult,
-    config: RunConfig,
-    subject: Subject,
-    *,
-    attempts: int,
-    tasks: int,
-    temperature: float | None,
+    result: ExamResult, config: RunConfig, subject: Subject, *, attempts: int, tasks: int
 ) -> None:
     """Play the first training tasks `attempts` times with a model and add its profile to the result.
 
     Args:
         config: the view of the run with this env.
-        temperature: None is that of training.
 
     Raises:
         AgentRLError: the model or its endpoint cannot be used.
     """
-    options = EvalOptions(
-        split="train",
-        tasks=tasks,
-        attempts=attempts,
-        temperature=config.rollout.temperature if temperature is None else temperature,
-    )
+    options = EvalOptions(split="train", tasks=tasks, attempts=attempts, temperature=config.rollout.temperature)
     with ScratchFolder("exam") as scratch:
         played = scratch.path / "profile"
         evaluate(subject, config, options, folder=played, reporter=Silent())

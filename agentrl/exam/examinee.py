@@ -29,7 +29,6 @@ class Examinee:
     name: str
     config: RunConfig
     make_env: Callable[[], Env]
-    env_class: type[Env]
     train: Sequence[Task]
     held_out: Sequence[Task]
     oracle: Callable[[Task], Policy] | None
@@ -56,10 +55,10 @@ def examinees(config: RunConfig, *, hold_back: bool) -> list[Examinee]:
     ]
 
 
-def open_examinee(name: str, config: RunConfig, *, hold_back: bool) -> Examinee:
+def open_examinee(config: RunConfig, *, hold_back: bool) -> Examinee:
     """The env of a run without its tasks."""
     env_class = load_env(config.sole_env.use, config.sole_env.options)
-    return _examinee(name, config, env_factory(env_class, config), (), (), hold_back)
+    return _examinee("", config, env_factory(env_class, config), (), (), hold_back)
 
 
 def _examinee(
@@ -75,9 +74,8 @@ def _examinee(
         env.hold_back = hold_back
         return env
 
-    env_class = load_env(config.sole_env.use, config.sole_env.options)
-    oracle = author_method(env_class, "oracle")
-    return Examinee(name, config, make, env_class, train, held_out, oracle, hold_back)
+    oracle = author_method(load_env(config.sole_env.use, config.sole_env.options), "oracle")
+    return Examinee(name, config, make, train, held_out, oracle, hold_back)
 
 
 def choose(tasks: Sequence[Task], num: int) -> list[Task]:

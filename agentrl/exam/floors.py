@@ -207,9 +207,7 @@ async def examine_floors(
             scale = scale_of(oracle, arena.seen)
         _judge(result, group, what, scale, played, under)
     for group in SHARES:
-        _summarize(
-            result, group, [p for e, ps in zip(entries, by_entry, strict=True) if e[0] == group for p in ps]
-        )
+        summarize(result, group, [p for e, ps in zip(entries, by_entry, strict=True) if e[0] == group for p in ps])
 
 
 def _floor(entries: Sequence[Entry], by_entry: Sequence[Sequence[ExamEpisode]]) -> dict[str, float]:
@@ -247,7 +245,7 @@ def _judge(
         result.add(group, level, text, [p.task.id for p in paid])
 
 
-def _summarize(result: ExamResult, name: str, played: Sequence[ExamEpisode]) -> None:
+def summarize(result: ExamResult, name: str, played: Sequence[ExamEpisode]) -> None:
     """Add a line about a group of policies to the table."""
     found = [p for p in played if p.episode is not None and finite(p.reward)]
     if not found:
@@ -257,17 +255,12 @@ def _summarize(result: ExamResult, name: str, played: Sequence[ExamEpisode]) -> 
     result.policies.append(PolicyResult(name, len(found), mean(p.reward for p in found), solved))
 
 
-def summarize_oracle(result: ExamResult, played: Sequence[ExamEpisode]) -> None:
-    """Add the oracle to the table of policies."""
-    _summarize(result, "oracle", played)
-
-
 async def examine_random(
     result: ExamResult, arena: Arena, tasks: Sequence[Task], oracle: Sequence[ExamEpisode]
 ) -> None:
     """A policy that acts at random should not solve what the oracle solves."""
     played = await arena.all_of([("random", task, random_policy(i)) for i, task in enumerate(tasks)])
-    _summarize(result, "random", played)
+    summarize(result, "random", played)
     scale = scale_of(oracle, arena.seen)
     share = mean(scale.gain(p) >= 0.9 for p in played)
     if share >= 0.9 and len(played) >= 4 and oracle:
@@ -311,7 +304,7 @@ async def _constants(
 ) -> None:
     episodes = iter(await arena.all_of([(what, task, policy) for _, what, policy in entries for task in some]))
     by_entry = [[next(episodes) for _ in some] for _ in entries]
-    _summarize(result, "search", [p for played in by_entry for p in played])
+    summarize(result, "search", [p for played in by_entry for p in played])
     scale = scale_of(oracle, arena.seen)
     prompts = {prompt for p in oracle if (prompt := opening_of(p))}
     if len(tasks) < 4 or len(prompts) == 1:

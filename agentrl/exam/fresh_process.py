@@ -197,7 +197,7 @@ def _answer(request: Mapping[str, Any], answers: TextIO) -> NoReturn:
 
 
 async def _play(path: str, scripts: Sequence[Mapping[str, Any]], hold_back: bool) -> dict[str, str]:
-    examinee = open_examinee("", load_config(Path(path), check_paths=False), hold_back=hold_back)
+    examinee = open_examinee(load_config(Path(path), check_paths=False), hold_back=hold_back)
     arena = Arena(examinee.make_env)
     found = {}
     try:

@@ -23,7 +23,7 @@ from agentrl.exam.floors import (
     examine_random,
     examine_search,
     judge_oracle,
-    summarize_oracle,
+    summarize,
 )
 from agentrl.exam.fresh_process import FreshProcesses
 from agentrl.exam.leaks import answers_of, examine_prompt, examine_replies, examine_tools
@@ -224,7 +224,7 @@ class _Exam:
             self.oracle = await without_collisions(result, arena, played, oracle)
             startable = {p.task.id for p in self.idle if p.episode is not None}
             judge_oracle(result, [p for p in self.oracle if p.task.id in startable], self.idle)
-            summarize_oracle(result, self.oracle)
+            summarize(result, "oracle", self.oracle)
         else:
             result.skip("oracle", NO_ORACLE)
             result.skip("rows", f"{NO_ORACLE}, so unsolvable rows cannot be found; other checks of rows were made")

@@ -61,10 +61,6 @@ class Imported:
         found = self.keys.values.get(key)
         return found if found is not None else BY_KEY[key].default
 
-    def value_given(self, key: str) -> object:
-        """The value that the source gives; None where it gives none."""
-        return self.keys.values.get(key)
-
     def number(self, key: str, *, whole: bool = False) -> Any:
         """The value as a number, verl's default where it is none (which is noted)."""
         value = self.value(key)

@@ -769,18 +769,7 @@ _REST = [
     Row("ray_kwargs.*", "by hand", "start the cluster as you need it and name it in `ray`"),
 ]
 
-ROWS: tuple[Row, ...] = (
-    *_DATA,
-    *_MODEL,
-    *_ACTOR,
-    *_ROLLOUT,
-    *_REF,
-    *_CRITIC,
-    *_REWARD,
-    *_ALGORITHM,
-    *_TRAINER,
-    *_REST,
-)
+ROWS = (*_DATA, *_MODEL, *_ACTOR, *_ROLLOUT, *_REF, *_CRITIC, *_REWARD, *_ALGORITHM, *_TRAINER, *_REST)
 BY_KEY: Mapping[str, Row] = {row.key: row for row in reversed(ROWS)}
 
 

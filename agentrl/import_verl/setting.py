@@ -164,7 +164,7 @@ def _model(found: Imported) -> None:
             del found.config["model"]["chat_template"]
     place = "data.apply_chat_template_kwargs."
     for key in [key for key in found.keys.values if key.startswith(place) and found.has(key)]:
-        found.set(f"model.template_options.{key.removeprefix(place)}", found.value_given(key))
+        found.set(f"model.template_options.{key.removeprefix(place)}", found.keys.values.get(key))
     found.set("learner.checkpoint_activations", found.flag(f"{MODEL}enable_gradient_checkpointing"))
     if found.flag(f"{MODEL}enable_activation_offload"):
         found.set("learner.offload_activations", True)

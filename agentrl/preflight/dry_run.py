@@ -89,7 +89,6 @@ class Rehearsal:
     max_context: int | None
     demonstration_tokens: int | None
     proof: Proof
-    template_hash: str
     findings: tuple[str, ...]
     notes: tuple[str, ...]
     decode: Callable[[Sequence[int]], str]
@@ -241,7 +240,6 @@ async def _rehearse(
         max_context=max_context,
         demonstration_tokens=longest,
         proof=proof,
-        template_hash=renderer.hash,
         findings=tuple(findings),
         notes=tuple(notes),
         decode=renderer.decode,

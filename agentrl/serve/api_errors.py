@@ -73,9 +73,9 @@ def context_exceeded(param: str, tokens: int, limit: int, *, at_least: bool = Fa
     return ApiError(400, text, param=param, code="context_length_exceeded")
 
 
-def overloaded(why: str, retry_after_s: int) -> ApiError:
-    """The server is busy or unavailable; the client should retry."""
-    return ApiError(429, why, code="rate_limit_exceeded", headers={"Retry-After": str(retry_after_s)})
+def overloaded(why: str) -> ApiError:
+    """The server is busy; the client should retry after a second."""
+    return ApiError(429, why, code="rate_limit_exceeded", headers={"Retry-After": "1"})
 
 
 def from_validation(error: ValidationError) -> ApiError:

@@ -127,7 +127,7 @@ class Gate:
             ApiError: there are not enough free places.
         """
         if self.running and self.running + count > self.limit:
-            raise overloaded(f"{self.running} completions are running already; at most {self.limit} may", 1)
+            raise overloaded(f"{self.running} completions are running already; at most {self.limit} may")
         self.running += count
 
     def leave(self, count: int) -> None:

@@ -89,14 +89,11 @@ def about(
 ) -> Json:
     """A run: its header, configuration, notes, evaluations and the list of its series."""
     metrics = reader.metrics
+    held_out = {name: column for name, column in metrics.values.items() if name.startswith("held_out")}
     evaluations = [
         {"step": step, "name": "held_out", "metrics": values}
         for index, step in enumerate(metrics.steps)
-        if (
-            values := {
-                name: column[index] for name, column in metrics.values.items() if _evaluated(name, column[index])
-            }
-        )
+        if (values := {name: c[index] for name, c in held_out.items() if c[index] is not None})
     ]
     marks = [
         {"step": e["step"], "time": None, "kind": "evaluation", "text": _said(e), "severity": "info"}
@@ -114,10 +111,6 @@ def about(
         "tokenizer": tokenizer,
         "summary": reader.summary,
     }
-
-
-def _evaluated(name: str, value: float | None) -> bool:
-    return name.startswith("held_out") and value is not None
 
 
 def _said(evaluation: Json) -> str:

@@ -147,10 +147,8 @@ class Bfcl(ToolEnv, Adapter):
             return json.dumps([self.checked(*call) for call in found])
         self.end_turn()
         self.turn += 1
-        return self.question_text() if self.turn < len(self.truth) else None
-
-    def question_text(self) -> str:
-        """The user's messages of this turn as one text."""
+        if self.turn >= len(self.truth):
+            return None
         return "\n".join(plain_text(m.content) for m in self.question())
 
     def checked(self, name: str, arguments: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from agentrl.env.toolenv.declare import Content, Stop, ToolResult
 from agentrl.env.toolenv.json_schema import InvalidArguments
@@ -28,15 +28,7 @@ Mistake = Literal[
     "too_many_calls",
     "output_truncated",
 ]
-MISTAKES: tuple[Mistake, ...] = (
-    "parse_error",
-    "unknown_tool",
-    "invalid_args",
-    "tool_exception",
-    "tool_timeout",
-    "too_many_calls",
-    "output_truncated",
-)
+MISTAKES: tuple[Mistake, ...] = get_args(Mistake)
 
 
 @runtime_checkable

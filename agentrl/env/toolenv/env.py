@@ -245,7 +245,7 @@ class ToolEnv(ScoredEnv):
         terminated = info.stop_reason is not None and not truncated
         info.calls = answers.records
         turn = TurnView(self._turns, message, info.calls, tuple(view), terminated)
-        earned = sum(self._earned(outcome, faults) for outcome in outcomes)
+        earned = sum(self._reward_of(outcome.call.name, outcome.reward, faults) for outcome in outcomes)
         said = self._reward_of("respond", user.reward, faults)
         for name, part in (("reward/tools", earned), ("reward/mistakes", -answers.penalty), ("reward/env", said)):
             if part:

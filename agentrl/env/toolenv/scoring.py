@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from agentrl.env.env import DeclaredReward, Env, hint_arguments
 from agentrl.env.solved import SolvedAt, SolvedRule
 from agentrl.env.toolenv.calls import add_counts
-from agentrl.env.toolenv.dispatch import CallOutcome, call_function
+from agentrl.env.toolenv.dispatch import call_function
 from agentrl.env.toolenv.rewards import (
     BadReward,
     Rewards,
@@ -152,11 +152,8 @@ class ScoredEnv(Env):
         with self._on_thread():
             return await call_function(self.teacher_hint, hint_arguments(self, episode), timeout_s)
 
-    def _earned(self, outcome: CallOutcome, faults: dict[str, str]) -> float:
-        """The tool's reward for this call; 0 if it is not a number."""
-        return self._reward_of(outcome.call.name, outcome.reward, faults)
-
     def _reward_of(self, name: str, value: object, faults: dict[str, str]) -> float:
+        """The reward of a tool's call, or of `respond`; 0 if it is not a number."""
         try:
             return 0.0 if value is None else check_number(value)
         except BadReward as e:
