@@ -20,14 +20,7 @@ from agentrl.algo.kl import bounded_exp
 from agentrl.algo.late import Tensor, torch
 from agentrl.algo.metrics import Metrics, max_of, mean_of, min_of
 from agentrl.algo.parameters import STATISTICS, Level, Statistic
-from agentrl.algo.segments import (
-    num_segments,
-    segment_count,
-    segment_max,
-    segment_mean,
-    segment_sum,
-    trained,
-)
+from agentrl.algo.segments import num_segments, segment_count, segment_max, segment_mean, segment_sum, trained
 
 
 @dataclass(frozen=True, slots=True)

@@ -425,14 +425,7 @@ def shapes(seed: int) -> Iterator[ProbeConversation]:
     yield ProbeConversation("thinking", (user(), thought))
     thinking = call("look_up", reasoning=make.text(6))
     yield ProbeConversation(
-        "thinking and tools",
-        (
-            user(),
-            thinking,
-            *tool(thinking),
-            make.say(reasoning="so"),
-        ),
-        TOOLS,
+        "thinking and tools", (user(), thinking, *tool(thinking), make.say(reasoning="so")), TOOLS
     )
     yield ProbeConversation(
         "thinking, then the user again", (user(), thought, user(), make.say(reasoning="and"), user(), say())

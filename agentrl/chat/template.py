@@ -20,13 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.chat.jinja import Fixed, assigned_by, compile_template, variables_of
 from agentrl.chat.memo import Memo
-from agentrl.chat.model_folder import (
-    CHATML_TEMPLATE,
-    eos_ids,
-    is_one_of_two,
-    num_embeddings,
-    template_source,
-)
+from agentrl.chat.model_folder import CHATML_TEMPLATE, eos_ids, is_one_of_two, num_embeddings, template_source
 from agentrl.chat.parsers import Parsed, Parser, choose_parser
 from agentrl.chat.parsers.markers import Plain
 from agentrl.chat.vocabulary import SENTINEL, Vocabulary

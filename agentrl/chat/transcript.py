@@ -47,11 +47,7 @@ class Transcript:
     """
 
     def __init__(
-        self,
-        renderer: Renderer,
-        tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        history: History | None = None,
+        self, renderer: Renderer, tools: Sequence[Mapping[str, Any]] = (), *, history: History | None = None
     ) -> None:
         self.renderer, self.tools = renderer, tuple(tools)
         self.history: History = history or renderer.history

@@ -235,11 +235,7 @@ class Vocabulary:
         for match in self._rendered.finditer(rendered):
             if match.group(1) is not None:
                 token = match.group(1)
-                yield (
-                    match.start(),
-                    match.end(),
-                    self.control[token if token in self.control else token.strip()],
-                )
+                yield (match.start(), match.end(), self.control[token if token in self.control else token.strip()])
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -112,8 +112,7 @@ def package(
         Path | None, typer.Option("--output", "-o", help="Folder to write. [default: ./NAME]", show_default=False)
     ] = None,
     python: Annotated[
-        Path | None,
-        typer.Option(help="Python that will serve the env. [default: this one]", show_default=False),
+        Path | None, typer.Option(help="Python that will serve the env. [default: this one]", show_default=False)
     ] = None,
     max_turns: MaxTurns = None,
     env: Part = None,

@@ -45,8 +45,7 @@ EnvName = Annotated[
     ),
 ]
 Tasks = Annotated[
-    int | None,
-    typer.Option(min=1, help="Number of tasks. [default: eval.tasks of the run]", show_default=False),
+    int | None, typer.Option(min=1, help="Number of tasks. [default: eval.tasks of the run]", show_default=False)
 ]
 Attempts = Annotated[
     int, typer.Option("--attempts", "-k", min=1, help="Episodes per task, for pass@k and pass^k.")
@@ -54,9 +53,7 @@ Attempts = Annotated[
 Temperature = Annotated[
     float | None,
     typer.Option(
-        min=0.0,
-        help="0 is greedy. [default: 0, or that of training with several attempts]",
-        show_default=False,
+        min=0.0, help="0 is greedy. [default: 0, or that of training with several attempts]", show_default=False
     ),
 ]
 TopP = Annotated[

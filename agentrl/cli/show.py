@@ -34,8 +34,7 @@ def show(
     num: Annotated[int, typer.Option("--num", "-n", min=0, help="Episodes shown in full.")] = 3,
     tool: Annotated[str | None, typer.Option(help="Only with a call of this tool.", show_default=False)] = None,
     outcome: Annotated[
-        str | None,
-        typer.Option(help="Only with this call outcome, e.g. tool_exception.", show_default=False),
+        str | None, typer.Option(help="Only with this call outcome, e.g. tool_exception.", show_default=False)
     ] = None,
     stop: Annotated[
         str | None, typer.Option(help="Only with this stop reason, e.g. max_turns.", show_default=False)

@@ -36,8 +36,7 @@ def train(
         bool, typer.Option("--weights-only", help="With --from: take the weights alone, and start from step 1.")
     ] = False,
     accept_code: Annotated[
-        bool,
-        typer.Option("--accept-code", help="Resume although code of env or rewards, or tasks, changed."),
+        bool, typer.Option("--accept-code", help="Resume although code of env or rewards, or tasks, changed.")
     ] = False,
     smoke: Annotated[
         bool,

@@ -223,11 +223,7 @@ class Judge:
         async with self._slots:
             self.asked += 1
             request = self._client.chat.completions.create(
-                model=self.model,
-                messages=wire,
-                temperature=self.temperature,
-                max_tokens=self.max_tokens,
-                **extra,
+                model=self.model, messages=wire, temperature=self.temperature, max_tokens=self.max_tokens, **extra
             )
             answer = await within(request, self.timeout_s)
         text = answer.choices[0].message.content if answer.choices else None

@@ -64,11 +64,7 @@ def is_generated(tasks: Sequence[Task]) -> bool:
 
 
 def generated(
-    name: str,
-    split: Split,
-    seed: int,
-    size: int,
-    row: Callable[[random.Random], Mapping[str, Any]],
+    name: str, split: Split, seed: int, size: int, row: Callable[[random.Random], Mapping[str, Any]]
 ) -> GeneratedTasks:
     """Tasks whose rows come from `row(rng)`, with a generator seeded by name, split, seed and position.
 

@@ -306,10 +306,7 @@ def solution_text(episode: Episode, decode: Callable[[Sequence[int]], str] | Non
 
 
 def _turn_text(
-    message: Message,
-    sampled: Iterator[Segment],
-    episode: Episode,
-    decode: Callable[[Sequence[int]], str] | None,
+    message: Message, sampled: Iterator[Segment], episode: Episode, decode: Callable[[Sequence[int]], str] | None
 ) -> str:
     if decode is not None:
         for segment in sampled:  # those of other branches are skipped

@@ -26,14 +26,7 @@ from agentrl.engine.chat_client import ChatClient, Endpoint
 from agentrl.env.env import Env
 from agentrl.env.solved import NOT_DECLARED, reaches
 from agentrl.env.tasks import Split
-from agentrl.errors import (
-    AgentRLError,
-    CheckpointError,
-    ConfigError,
-    EngineError,
-    InfraError,
-    first_error,
-)
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError, EngineError, InfraError, first_error
 from agentrl.eval.result import RESULTS_FILE, EvalResult, EvalSpec, Prices, result_of
 from agentrl.extras import require
 from agentrl.reachable import unreachable
@@ -210,12 +203,7 @@ def evaluate(
 
 
 def _evaluate(
-    subject: Subject,
-    config: RunConfig,
-    options: EvalOptions,
-    spec: EvalSpec,
-    store: RunStore,
-    reporter: Reporter,
+    subject: Subject, config: RunConfig, options: EvalOptions, spec: EvalSpec, store: RunStore, reporter: Reporter
 ) -> EvalResult:
     _claim(store, spec)
     reporter.phase("start")

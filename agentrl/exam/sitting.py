@@ -18,13 +18,7 @@ from agentrl.env.checker import EnvCheckError, check_env
 from agentrl.env.toolenv.observe import error_text
 from agentrl.exam.arena import Arena, ExamEpisode
 from agentrl.exam.examinee import Examinee, choose, examinees, named_policy
-from agentrl.exam.floors import (
-    examine_floors,
-    examine_random,
-    examine_search,
-    judge_oracle,
-    summarize,
-)
+from agentrl.exam.floors import examine_floors, examine_random, examine_search, judge_oracle, summarize
 from agentrl.exam.fresh_process import FreshProcesses
 from agentrl.exam.leaks import answers_of, examine_prompt, examine_replies, examine_tools
 from agentrl.exam.magnitude import examine_bounds, judge_bounds, judge_parts

@@ -68,8 +68,7 @@ def _loggers(found: Imported) -> None:
     with_project = [name for name in known if name != "tensorboard"]
     if found.has("trainer.logger") and known:
         found.set(
-            "loggers",
-            [{"use": n, "project": project} if project and n in with_project else n for n in known],
+            "loggers", [{"use": n, "project": project} if project and n in with_project else n for n in known]
         )
     if not (found.has("trainer.logger") and with_project):
         found.say("trainer.project_name", "same", "a run is a folder under runs/ (see name)")

@@ -169,10 +169,7 @@ class Critic:
         """[N] the value before each trained token: if it is predicted from."""
         part = packed.part()
         out = self.model(
-            input_ids=part.ids_T[None],
-            position_ids=part.positions_T[None],
-            use_cache=False,
-            spans=part.spans,
+            input_ids=part.ids_T[None], position_ids=part.positions_T[None], use_cache=False, spans=part.spans
         )
         values_T: Tensor = out.logits[0, :, 0]
         return part.whole(picked(values_T, part.source_N).to(torch.promote_types(torch.float32, values_T.dtype)))

@@ -68,9 +68,7 @@ def ray_learner(spec: LearnerSpec) -> Learner:
             config=shape,
         )
         shared = replace(
-            whole,
-            reference_elsewhere=reference is not None,
-            critic_dir=None if critic else whole.critic_dir,
+            whole, reference_elsewhere=reference is not None, critic_dir=None if critic else whole.critic_dir
         )
         pools = [(pool, whole) for pool in (reference, critic) if pool is not None]
         _load([(policy, shared), *pools])

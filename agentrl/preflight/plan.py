@@ -13,13 +13,7 @@ from agentrl.errors import ConfigError
 from agentrl.preflight.estimate import Arithmetic, Plan, machine_memory, on_gpu
 from agentrl.preflight.knobs import Knob, changes
 from agentrl.preflight.machines import Machine
-from agentrl.preflight.phases import (
-    Models,
-    engine_cache,
-    memory_phases,
-    policy_moments,
-    trained_parameters,
-)
+from agentrl.preflight.phases import Models, engine_cache, memory_phases, policy_moments, trained_parameters
 from agentrl.preflight.placement import attention_there, placement
 from agentrl.preflight.predict import predict
 from agentrl.preflight.rules import findings

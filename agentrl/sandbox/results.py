@@ -49,7 +49,4 @@ def _with_cuts(sizes: tuple[int, ...], output: bytes, out_total: int, err_total:
         begin += size
     out_cut = len(parts[0]) + len(parts[1]) < out_total
     err_cut = len(parts[2]) + len(parts[3]) < err_total
-    return (
-        parts[0] + (CUT if out_cut else b"") + parts[1],
-        parts[2] + (CUT if err_cut else b"") + parts[3],
-    )
+    return (parts[0] + (CUT if out_cut else b"") + parts[1], parts[2] + (CUT if err_cut else b"") + parts[3])

@@ -260,12 +260,7 @@ class Conversations:
         return None, -1, Matched.FORK if assistants else Matched.OPENING
 
     def _drift(
-        self,
-        incoming: Sequence[Incoming],
-        forms: Sequence[str],
-        offered: bytes,
-        found: ServedTurn | None,
-        at: int,
+        self, incoming: Sequence[Incoming], forms: Sequence[str], offered: bytes, found: ServedTurn | None, at: int
     ) -> tuple[EchoDifference, ...]:
         """Return what differs: the wording of the matched turn, and the origin of every assistant turn after
         it."""

@@ -149,12 +149,7 @@ class _Protocol(H11Protocol):
 
 @contextlib.asynccontextmanager
 async def running(
-    app: ASGIApp,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    head_timeout_s: float = 30.0,
-    websockets: bool = False,
+    app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0, head_timeout_s: float = 30.0, websockets: bool = False
 ) -> AsyncIterator[str]:
     """Serve `app` during the block; yields the address, http://HOST:PORT. Port 0 selects a free port.
 

@@ -366,10 +366,7 @@ def _group_players(
     found = {
         name: GroupPlayer(
             make(
-                env=name,
-                temperature=config.rollout.temperature,
-                token_check=token_check,
-                hints=config.asks_hints,
+                env=name, temperature=config.rollout.temperature, token_check=token_check, hints=config.asks_hints
             ),
             config.rollout.group_size,
             config.seed,

@@ -46,12 +46,7 @@ def start_directory(config: RunConfig, run: Path) -> Path:
 
 
 async def make_start(
-    config: RunConfig,
-    content: Content,
-    run: Path,
-    *,
-    reporter: Reporter,
-    stopping: Callable[[], bool],
+    config: RunConfig, content: Content, run: Path, *, reporter: Reporter, stopping: Callable[[], bool]
 ) -> Path | None:
     """Create the initial policy unless it exists; the write is atomic.
 
@@ -144,15 +139,7 @@ async def _cold_start(
     try:
         # Before the first step, so that a prompt that is refused costs no time. The run says what is left out.
         fitted = await fitting(content, config, renderer, engine.max_context, None)
-        await cold_start(
-            learner,
-            samples,
-            warmup,
-            probe,
-            seed=config.seed,
-            reporter=reporter,
-            stopping=stopping,
-        )
+        await cold_start(learner, samples, warmup, probe, seed=config.seed, reporter=reporter, stopping=stopping)
         try:
             target.mkdir()
             await learner.export(target)

@@ -9,15 +9,7 @@ from numpy.typing import NDArray
 
 from agentrl.chat.transcript import TrainingRow, rows_of
 from agentrl.learner.split import TokenValues
-from agentrl.run_folder.token_records import (
-    CLIPPED,
-    MASKED,
-    REJECTED,
-    SKIPPED,
-    TRAINED,
-    VETOED,
-    TokenColumns,
-)
+from agentrl.run_folder.token_records import CLIPPED, MASKED, REJECTED, SKIPPED, TRAINED, VETOED, TokenColumns
 from agentrl.trainer.samples import TrainingRows
 from agentrl.types import Episode, Group, Sample
 

@@ -88,9 +88,7 @@ def world(seed: int) -> World:
         facts.append(Fact(f"In which city was the author of {book} born?", birthplace, (book, author)))
         facts.append(
             Fact(
-                f"In which country was the author of {book} born?",
-                cities[birthplace],
-                (book, author, birthplace),
+                f"In which country was the author of {book} born?", cities[birthplace], (book, author, birthplace)
             )
         )
     return World(Corpus(articles), tuple(facts))

@@ -88,7 +88,4 @@ def _trust_region(
     return (weight_N * loss_N).sum(), metrics
 
 
-ENTRIES = {
-    "dppo_tv": PolicyLoss(dppo_tv, DPPO),
-    "dppo_kl": PolicyLoss(dppo_kl, DPPO),
-}
+ENTRIES = {"dppo_tv": PolicyLoss(dppo_tv, DPPO), "dppo_kl": PolicyLoss(dppo_kl, DPPO)}

@@ -58,10 +58,7 @@ _SIGNS: tuple[tuple[type[Parser], Callable[[str], bool]], ...] = (
     (FunctionaryV31, lambda t: "<function=" in t),
     (Mistral, lambda t: "[TOOL_CALLS]" in t),
     (Hermes, lambda t: "<tool_call>" in t),
-    (
-        Pythonic,
-        lambda t: "<|python_start|>" in t or ((_LLAMA in t or _LLAMA4 in t) and "(params_name1=" in t),
-    ),
+    (Pythonic, lambda t: "<|python_start|>" in t or ((_LLAMA in t or _LLAMA4 in t) and "(params_name1=" in t)),
     (Llama4Json, lambda t: _LLAMA4 in t),
     (Llama3Json, lambda t: _LLAMA in t or "<|python_tag|>" in t),
     (Xlam, lambda t: False),

@@ -7,14 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
-from agentrl.chat.parsers.parser import (
-    Malformed,
-    ParsedCall,
-    Tools,
-    call_from_json,
-    read_json,
-    read_leading_json,
-)
+from agentrl.chat.parsers.parser import Malformed, ParsedCall, Tools, call_from_json, read_json, read_leading_json
 from agentrl.chat.parsers.stream import BlockParser
 
 _ARGUMENTS = ("arguments", "parameters")

@@ -212,10 +212,7 @@ class Transport(httpx.AsyncBaseTransport):
         stream = answer.stream
         assert isinstance(stream, httpx.AsyncByteStream)
         return httpx.Response(
-            answer.status_code,
-            headers=answer.headers,
-            stream=_Stream(stream, self),
-            extensions=answer.extensions,
+            answer.status_code, headers=answer.headers, stream=_Stream(stream, self), extensions=answer.extensions
         )
 
     async def aclose(self) -> None:

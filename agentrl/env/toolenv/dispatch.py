@@ -110,11 +110,7 @@ def _read_result(call: ToolCall, value: object) -> CallOutcome:
         return CallOutcome(call, to_content(value.content), reward=value.reward, stop=True)
     if isinstance(value, ToolResult):
         return CallOutcome(
-            call,
-            to_content(value.content),
-            reward=value.reward,
-            stop=value.stop,
-            metrics=value.metrics,
+            call, to_content(value.content), reward=value.reward, stop=value.stop, metrics=value.metrics
         )
     return CallOutcome(call, to_content(value))
 

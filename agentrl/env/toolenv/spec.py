@@ -171,13 +171,7 @@ def tool_from(function: Callable[..., object], mark: ToolMark | None = None) -> 
     name = check_name(mark.name or function.__name__, where)
     signature = describe_callable(function, where=where, method=False)
     return MethodTool(
-        name,
-        function_schema(name, signature),
-        mark.parallel,
-        mark.timeout_s,
-        signature,
-        function,
-        mark.inline,
+        name, function_schema(name, signature), mark.parallel, mark.timeout_s, signature, function, mark.inline
     )
 
 

@@ -86,10 +86,7 @@ class RewardModel:
             episode,
             rewards={**episode.rewards, self.name: part},
             reward=(episode.reward or 0.0) + part,
-            faults={
-                **episode.faults,
-                **({self.name: fault} if fault else {}),
-            },
+            faults={**episode.faults, **({self.name: fault} if fault else {})},
         )
 
     async def close(self) -> None:

@@ -65,11 +65,7 @@ def _confine(order: dict[str, Any]) -> tuple[child.Confinement, tree.Meter]:
     kernel.install_seccomp(kernel.seccomp_filter(network=True, shared_memory=not alone, mortal_init=alone))
     meter = tree.Meter(order["memory_mb"], _open_first(OOM_FILES), _open_first(USAGE_FILES), home)
     return child.Confinement(
-        home=home,
-        env=env,
-        limits=order["rlimits"],
-        oom_fd=oom_fd,
-        site=keeper.site_paths() + order["python_path"],
+        home=home, env=env, limits=order["rlimits"], oom_fd=oom_fd, site=keeper.site_paths() + order["python_path"]
     ), meter
 
 

@@ -92,10 +92,7 @@ OF_THE_USER_AARCH64 = {
 }  # fmt: skip
 """What a user may do to all its files and Landlock does not cover: refused where sandboxes share a user id."""
 
-MACHINES = {
-    "x86_64": (0xC000003E, X86_64, DENIED_X86_64),
-    "aarch64": (0xC00000B7, AARCH64, DENIED_AARCH64),
-}
+MACHINES = {"x86_64": (0xC000003E, X86_64, DENIED_X86_64), "aarch64": (0xC00000B7, AARCH64, DENIED_AARCH64)}
 
 
 def machine() -> tuple[int, dict[str, int], dict[str, int]]:
@@ -153,11 +150,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str = ""
     """mount(2)."""
     check(
         libc.mount(
-            source.encode(),
-            target.encode(),
-            kind.encode() if kind else None,
-            ctypes.c_ulong(flags),
-            data.encode(),
+            source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags), data.encode()
         ),
         f"mount {kind or 'bind'} {source} on {target} (flags {flags:#x}, {data!r})",
     )

@@ -55,10 +55,7 @@ class ChatHarness(vf.Harness[ChatConfig]):  # type: ignore[misc, unused-ignore]
             servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
             tools, *connected = await connect_mcp({"mcpServers": servers}, stack)
             client = httpx.AsyncClient(
-                base_url=endpoint,
-                headers={"Authorization": f"Bearer {secret}"},
-                timeout=None,
-                trust_env=False,
+                base_url=endpoint, headers={"Authorization": f"Bearer {secret}"}, timeout=None, trust_env=False
             )
             await stack.enter_async_context(client)
             talk = asyncio.create_task(converse(client, ctx.model, messages, tools, connected))

@@ -6,13 +6,7 @@ from agentrl.testing.sandbox_suite.conformance import calls, files, life
 from agentrl.testing.sandbox_suite.stage import Check
 
 CONFINED = (calls.not_root, files.permissions)
-TIMED = (
-    calls.stdin,
-    calls.timeouts,
-    calls.timeouts_kill_the_tree,
-    life.python_session,
-    life.bash_session,
-)
+TIMED = (calls.stdin, calls.timeouts, calls.timeouts_kill_the_tree, life.python_session, life.bash_session)
 
 
 def checks() -> list[Check]:
