@@ -36,31 +36,17 @@ class GeneratedTasks(Sequence[Task]):
         return (self._make(i) for i in range(self._size))
 
 
-class NamedTasks(Sequence[Task]):
+class NamedTasks(GeneratedTasks):
     """The tasks of one of several envs; each names the env."""
 
     def __init__(self, tasks: Sequence[Task], env: str) -> None:
-        self._tasks, self._env = tasks, env
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
-        if isinstance(index, slice):
-            return [replace(task, env=self._env) for task in self._tasks[index]]
-        return replace(self._tasks[index], env=self._env)
-
-    def __iter__(self) -> Iterator[Task]:
-        return (self[i] for i in range(len(self)))
+        super().__init__(lambda i: replace(tasks[i], env=env), len(tasks))
+        self.tasks = tasks
 
 
 def is_generated(tasks: Sequence[Task]) -> bool:
     """Whether the rows are made on access, which may take time for millions of them."""
-    return isinstance(tasks._tasks if isinstance(tasks, NamedTasks) else tasks, GeneratedTasks)
+    return isinstance(tasks.tasks if isinstance(tasks, NamedTasks) else tasks, GeneratedTasks)
 
 
 def generated(

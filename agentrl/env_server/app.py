@@ -49,7 +49,7 @@ def create_env_app(sessions: Sessions, token: str | None = None) -> ASGIApp:
         Route("/{env}/task_range", tasks.span, methods=["POST"]),
         Route("/{env}/task", tasks.one, methods=["POST"]),
     ]
-    return _Guard(Starlette(routes=routes), token)
+    return _Guard(Starlette(routes=routes, exception_handlers={RequestError: _explained}), token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,34 +221,25 @@ class _TaskPages:
         """How many tasks a split has."""
         if refused := self._checked(request):
             return refused
-        try:
-            return _Json({"num_tasks": len(self.source.tasks((await _object(request)).get("split")))})
-        except RequestError as e:
-            return _Json({"detail": str(e)}, 400)
+        return _Json({"num_tasks": len(self.source.tasks((await _object(request)).get("split")))})
 
     async def one(self, request: Request) -> Response:
         """One task."""
         if refused := self._checked(request):
             return refused
-        try:
-            asked = await _object(request)
-            task = self.source.task({"split": asked.get("split"), "index": asked.get("index")})
-        except RequestError as e:
-            return _Json({"detail": str(e)}, 400)
+        asked = await _object(request)
+        task = self.source.task({"split": asked.get("split"), "index": asked.get("index")})
         return _Json({"task": {"id": task.id, "split": asked.get("split"), "index": asked.get("index")}})
 
     async def span(self, request: Request) -> Response:
         """The tasks from `start` to `stop`."""
         if refused := self._checked(request):
             return refused
-        try:
-            asked = await _object(request)
-            tasks = self.source.tasks(split := asked.get("split"))
-            places = range(len(tasks))[_bound(asked, "start") : _bound(asked, "stop")]
-            if len(places) > MAX_LISTED:
-                raise RequestError(f"{len(places):,} tasks: ask for at most {MAX_LISTED:,} with start and stop")
-        except RequestError as e:
-            return _Json({"detail": str(e)}, 400)
+        asked = await _object(request)
+        tasks = self.source.tasks(split := asked.get("split"))
+        places = range(len(tasks))[_bound(asked, "start") : _bound(asked, "stop")]
+        if len(places) > MAX_LISTED:
+            raise RequestError(f"{len(places):,} tasks: ask for at most {MAX_LISTED:,} with start and stop")
         listed = [{"id": tasks[i].id, "split": split, "index": i} for i in places]
         return _Json({"tasks": listed, "env_name": self.source.name})
 
@@ -265,6 +256,10 @@ class _Refused(Exception):
 
     code: str
     message: str
+
+
+async def _explained(request: Request, error: Exception) -> Response:
+    return _Json({"detail": str(error)}, 400)
 
 
 async def _refuse(socket: WebSocket, code: str, message: str, **more: int) -> None:

@@ -30,7 +30,7 @@ class TerminalGuard:
 
     def start(self) -> TextIO | None:
         """Take the descriptors that lead to a terminal; returns a stream that still does, None without any."""
-        terminals = [fd for fd in (1, 2) if _is_terminal(fd)]
+        terminals = [fd for fd in (1, 2) if os.isatty(fd)]
         if not terminals:
             return None
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
@@ -67,10 +67,3 @@ class TerminalGuard:
         for line in data[:end].decode(errors="replace").splitlines():
             if line.strip():
                 self._tell(line.rpartition("\r")[2])
-
-
-def _is_terminal(fd: int) -> bool:
-    try:
-        return os.isatty(fd)
-    except OSError:
-        return False

@@ -28,7 +28,7 @@ from agentrl.sandbox.contract import (
     narrowed,
 )
 from agentrl.sandbox.errors import SandboxBroken, SandboxCreateTimeout, SandboxDied
-from agentrl.sandbox.inside import frames
+from agentrl.sandbox.inside import frames, packing
 from agentrl.sandbox.results import result_of
 from agentrl.shielded import shielded
 
@@ -364,7 +364,8 @@ class Box:
         """
         data = await self._pack(path, max_bytes, max_files)
         with _met_inside(self.name):
-            return trees.files_of(trees.read(data, max_bytes=max_bytes, max_files=max_files))
+            entries = trees.read(data, max_bytes=max_bytes, max_files=max_files)
+            return {entry.name: entry.content for entry in entries if entry.kind == packing.FILE}
 
     async def put_entries(self, entries: Sequence[trees.Entry], path: str = ".") -> None:
         """Write files, folders and links below `path`, with their modes; see `put_tree`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agentrl.errors import SandboxError
@@ -103,18 +103,15 @@ class BoxSession:
         await self.close()
 
 
+@dataclass
 class QueryResult:
     """Rows of a query; `result` is the program's outcome, with database errors in its stderr."""
 
-    def __init__(
-        self,
-        result: ExecResult,
-        columns: Sequence[str] = (),
-        rows: Sequence[Sequence[object]] = (),
-        more: bool = False,
-        changed: int = 0,
-    ) -> None:
-        self.result, self.columns, self.rows, self.more, self.changed = result, columns, rows, more, changed
+    result: ExecResult
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[object]] = ()
+    more: bool = False
+    changed: int = 0
 
 
 def _query_result(result: ExecResult) -> QueryResult:

@@ -112,11 +112,6 @@ def of_files(files: Mapping[str, bytes | str]) -> list[Entry]:
     return entries
 
 
-def files_of(entries: Iterable[Entry]) -> dict[str, bytes]:
-    """Return the regular files of a tree by relative name."""
-    return {entry.name: entry.content for entry in entries if entry.kind == packing.FILE}
-
-
 def stream_limit(max_bytes: int, max_files: int) -> int:
     """Return the maximum number of bytes to transfer for a tree within both limits."""
     pieces = max_bytes // packing.MAX_PIECE + 1

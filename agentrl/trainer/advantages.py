@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -19,11 +19,6 @@ from agentrl.trainer.samples import Flat, Scores, TrainingRows, with_constant
 from agentrl.types import Sample, has_teacher
 
 K = TypeVar("K", bound=Hashable)
-
-
-def part_names(parts: Iterable[Mapping[str, float]]) -> list[str]:
-    """The names of the rewards of a step."""
-    return sorted({name for each in parts for name in each})
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +89,7 @@ def step_data(
     if "learner_logprobs" in has and configured.correction.importance != "none":
         everything_N = torch.ones_like(sequence_N, dtype=torch.bool)
         weights_N = correct(learner_N, sampler_N, sequence_N, everything_N, configured.correction).weights_T
-    names = part_names(scores.parts)
+    names = sorted({name for each in scores.parts for name in each})
     parts = [[float(each.get(name, 0.0)) for name in names] for each in scores.parts]
     step = StepData(
         rewards_E=torch.tensor(scores.rewards, dtype=torch.float64),

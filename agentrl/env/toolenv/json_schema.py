@@ -300,17 +300,14 @@ def _read_docstring(function: Callable[..., object]) -> tuple[str, dict[str, str
         if match := _SECTION.fullmatch(line):
             section, current = match[1], None
         elif section in ("Args", "Arguments", "Parameters") and line.strip():
-            entry = _PARAMETER.fullmatch(line.strip()) if _indent(line) <= 4 else None
+            indent = len(line) - len(line.lstrip())
+            entry = _PARAMETER.fullmatch(line.strip()) if indent <= 4 else None
             if entry:
                 current = entry[1].lstrip("*")
                 texts[current] = entry[2]
             elif current:
                 texts[current] = f"{texts[current]} {line.strip()}".strip()
     return "\n".join(lines[:start]).strip(), texts
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip())
 
 
 def _finish(raw: dict[str, Any], defaults: Mapping[str, object], texts: Mapping[str, str]) -> dict[str, object]:

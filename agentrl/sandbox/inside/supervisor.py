@@ -131,7 +131,8 @@ class Supervisor(Programs):
         if call is None:
             return
         if call.is_quick and now >= call.started + QUICK_S:
-            self._read_as_it_comes(call)
+            call.is_quick = False
+            self._watch_output(call.program)
         if call.interrupted_at is not None:
             if now >= call.interrupted_at + INTERRUPT_GRACE_S:
                 self._finish()
@@ -254,10 +255,6 @@ class Supervisor(Programs):
         else:
             os.close(program.stdin)
             program.stdin = -1
-
-    def _read_as_it_comes(self, call: ProgramCall) -> None:
-        call.is_quick = False
-        self._watch_output(call.program)
 
     def _feed_stdin(self) -> None:
         call = self.call
