@@ -109,7 +109,7 @@ def page() -> str:
             parts += ["", *_section(name, field, section)]
         elif (each := named_section_of(field)) is not None:
             parts += ["", *_named(name, each)]
-    parts += ["", ADVANCED, *_advanced()]
+    parts += ["", ADVANCED, *TABLE, *_advanced()]
     return "\n".join(parts) + "\n"
 
 
@@ -225,24 +225,13 @@ ON_RESUME = {"free": "*Free on resume.*", "fixed": "*Fixed on resume.*"}
 TABLE = ("| key | type | default | |", "|---|---|---|---|")
 
 
-def _advanced() -> Iterator[str]:
-    """The table of all advanced keys, by their full names."""
-    yield from TABLE
-    for name, field in RunConfig.model_fields.items():
+def _advanced(section: type[BaseModel] = RunConfig, above: str = "") -> Iterator[str]:
+    """The rows of all advanced keys, by their full names."""
+    for name, field in section.model_fields.items():
         if is_advanced(field):
-            yield _row(RunConfig, name)
-        section = section_of(field)
-        if section is None:
-            continue
-        for inner_name, inner_field in section.model_fields.items():
-            if is_advanced(inner_field):
-                yield _row(section, inner_name, f"{name}.")
-            innermost = section_of(inner_field)
-            if innermost is None:
-                continue
-            for last_name, last_field in innermost.model_fields.items():
-                if is_advanced(last_field):
-                    yield _row(innermost, last_name, f"{name}.{inner_name}.")
+            yield _row(section, name, above)
+        if (inner := section_of(field)) is not None:
+            yield from _advanced(inner, f"{above}{name}.")
 
 
 def _row(section: type[BaseModel], name: str, above: str = "") -> str:

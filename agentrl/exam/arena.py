@@ -127,10 +127,10 @@ class Arena:
         return played
 
     async def all_of(
-        self, plan: Sequence[tuple[str, Task, MakePolicy]], *, max_turns: int | None = None, at_once: int = 0
+        self, plan: Sequence[tuple[str, Task, MakePolicy]], *, max_turns: int | None = None
     ) -> list[ExamEpisode]:
         """Play several episodes concurrently; the order of the results is that of the plan."""
-        places = asyncio.Semaphore(at_once or self.at_once)
+        places = asyncio.Semaphore(self.at_once)
 
         async def one(name: str, task: Task, policy: MakePolicy) -> ExamEpisode:
             async with places:
@@ -152,8 +152,8 @@ def policy_acts(policy: Policy, messages: Sequence[Message]) -> Message | Awaita
 class Together:
     """Holds episodes at their first turn until all have begun, so that they overlap."""
 
-    def __init__(self, number: int, wait_s: float = 1.0) -> None:
-        self._missing, self._wait_s = number, wait_s
+    def __init__(self, number: int) -> None:
+        self._missing = number
         self._all = asyncio.Event()
 
     def __call__(self, policy: MakePolicy) -> MakePolicy:
@@ -180,7 +180,7 @@ class Together:
         if self._missing <= 0:
             self._all.set()
         try:
-            async with asyncio.timeout(self._wait_s):
+            async with asyncio.timeout(1.0):
                 await self._all.wait()
         except TimeoutError:
             self._all.set()

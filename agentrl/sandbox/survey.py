@@ -21,11 +21,6 @@ async def examine(backend: str) -> Capabilities | str:
         return str(error)
 
 
-async def examine_all() -> dict[str, Capabilities | str]:
-    """Survey every built-in back-end of this machine in turn."""
-    return {name: await examine(name) for name in backend_names() if name != "remote"}
-
-
 def table(found: dict[str, Capabilities | str]) -> str:
     """Format the findings as a Markdown table, followed by the reasons."""
     names = list(found)
@@ -53,5 +48,5 @@ def table(found: dict[str, Capabilities | str]) -> str:
 
 def doctor() -> str:
     """Return the table for this machine and user; starts and ends one sandbox of each kind."""
-    who = f"Sandboxes on this machine, as user id {os.getuid()}:"
-    return f"{who}\n\n{table(asyncio.run(examine_all()))}\n"
+    found = {name: asyncio.run(examine(name)) for name in backend_names() if name != "remote"}
+    return f"Sandboxes on this machine, as user id {os.getuid()}:\n\n{table(found)}\n"
