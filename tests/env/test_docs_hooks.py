@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +17,7 @@ from agentrl.rollout.content import load_content
 from agentrl.testing.env import check_env
 from agentrl.testing.policy import ScriptedPolicy, call, play, say
 from agentrl.types import Message, StopReason, Task
-from tests.env.test_judge import Handler
+from tests.env.judge_server import judge_server
 
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
@@ -33,14 +31,8 @@ def block(defines: str) -> str:
 
 @pytest.fixture
 def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.seen, server.plan = [], [(200, "The one about Emma."), (200, "DONE")]
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with judge_server("The one about Emma.", "DONE") as server:
+        yield server
 
 
 def bookshop(port: int) -> tuple[type[ToolEnv], Judge]:

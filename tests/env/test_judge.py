@@ -1,8 +1,5 @@
 import asyncio
-import json
 import socket
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -13,38 +10,13 @@ from agentrl.env.read import final_answer
 from agentrl.errors import ConfigError, JudgeAnswerError, JudgeError, RewardError
 from agentrl.testing.policy import ScriptedPolicy, play
 from agentrl.types import Episode, Message, StopReason, Task
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.seen.append(body)
-        status, answer = self.server.plan.pop(0) if len(self.server.plan) > 1 else self.server.plan[0]
-        if self.path.endswith("/chat/completions") and status == 200:
-            choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answer}}
-            answer = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
-        data = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
+from tests.env.judge_server import judge_server
 
 
 @pytest.fixture
 def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.seen, server.plan = [], [(200, "8")]
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with judge_server("8") as server:
+        yield server
 
 
 async def test_a_judge_scores_an_episode_and_remembers(server, tmp_path):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
-import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from agentrl.rollout.rewards.classifier import Classifier
 from agentrl.rollout.rewards.model import check_reward_model, make_reward_model
 from agentrl.rollout.rewards.text import conversation_text, plain_roles
 from agentrl.types import Episode, Message, Segment, StopReason, Task, ToolCall
+from tests.env.judge_server import judge_server
 
 MESSAGES = (
     Message("system", "Use the tools."),
@@ -40,36 +38,10 @@ def episode(name: str = "e", answer: str = "It is 5.") -> Episode:
     return Episode(name, Task("t"), messages, (), segments, StopReason.ANSWERED, 1.0, {"solved": 1.0})
 
 
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.seen.append(body)
-        status, answer = self.server.plan.pop(0) if len(self.server.plan) > 1 else self.server.plan[0]
-        if self.path.endswith("/chat/completions"):
-            choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answer}}
-            answer = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
-        data = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
 def server():
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.seen, server.plan = [], [(200, "0.75")]
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with judge_server("0.75") as server:
+        yield server
 
 
 async def test_a_judge_is_asked_about_the_whole_conversation(server: Any, tmp_path: Path):
