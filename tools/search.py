@@ -45,7 +45,8 @@ class Corpus:
         Raises:
             ConfigError: there is nothing of the kind, a row lacks a column, or two articles share a title.
         """
-        articles = _read_folder(path) if _is_folder(path) else _read_articles(path)
+        is_dataset = (path / "dataset_info.json").is_file()
+        articles = _read_folder(path) if path.is_dir() and not is_dataset else _read_articles(path)
         if not articles:
             raise ConfigError(f"corpus {path}: no articles ({', '.join(_SUFFIXES)} files, or rows)")
         return cls(articles)
@@ -79,10 +80,6 @@ class Search:
 @functools.lru_cache(maxsize=8)
 def _shared(path: Path) -> Corpus:
     return Corpus.load(path)
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not (path / "dataset_info.json").is_file()
 
 
 def _read_folder(folder: Path) -> dict[str, str]:

@@ -298,7 +298,7 @@ def _prove_one(renderer: Renderer, conversation: ProbeConversation) -> tuple[int
             new = transcript.ids[before:]
             if found is None:
                 found = _compare(transcript, fresh, conversation)
-            elif not _ends_with(transcript, fresh, new) and not _only_rewritten(transcript):
+            elif not renderer.decode(fresh).endswith(renderer.decode(new)) and not _only_rewritten(transcript):
                 return turns, _finding("append", transcript, fresh, conversation, before)
             if found is not None and found.kind == "append":
                 return turns, found
@@ -362,10 +362,6 @@ def _agree(renderer: Renderer, ledger: Sequence[int], fresh: Sequence[int]) -> b
     token = renderer.vocabulary.token
     controls = [[id for id in ids if token(id) is not None] for ids in (ledger, fresh)]
     return controls[0] == controls[1] and renderer.decode(ledger) == renderer.decode(fresh)
-
-
-def _ends_with(transcript: Transcript, fresh: Sequence[int], new: Sequence[int]) -> bool:
-    return transcript.renderer.decode(fresh).endswith(transcript.renderer.decode(new))
 
 
 def _finding(

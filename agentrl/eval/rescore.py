@@ -156,7 +156,8 @@ async def _rescore(scorer: _Rescorer, run: Path, steps: Sequence[int], say: Call
             groups: dict[int, list[EpisodeRecord]] = {}
             for record in iter_records(run, step):
                 groups.setdefault(record.group, []).append(record)
-            penalty = _overlong_penalty(config_at(run, step))
+            rollout = config_at(run, step).rollout
+            penalty = rollout.overlong_penalty if rollout.overlong == "penalise" else 0.0
             for each in await asyncio.gather(*(scorer.group(records, penalty) for records in groups.values())):
                 for reason in each.left_out:
                     left_out[reason] = left_out.get(reason, 0) + 1
@@ -438,10 +439,6 @@ def _reward(part: str) -> str:
 def _line(error: object) -> str:
     """The text of an error on one line of at most 200 characters."""
     return " ".join(str(error).split())[:200]
-
-
-def _overlong_penalty(config: RunConfig) -> float:
-    return config.rollout.overlong_penalty if config.rollout.overlong == "penalise" else 0.0
 
 
 def _texts(messages: Sequence[Message]) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from agentrl.chat.template import Renderer
 from agentrl.engine.base import TokenLogprob
 from agentrl.serve.api_errors import invalid
 from agentrl.serve.dialects.wire import ChatRequest, Json, ResponseFormat, nucleus
-from agentrl.serve.dialects.wire_messages import allowed_tools, incoming_of, tools_of
+from agentrl.serve.dialects.wire_messages import allowed_tools, one_incoming, tools_of
 from agentrl.serve.grammar import AnswerFormat
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
 from agentrl.serve.service import Choice, GenerationRequest, Job, fresh_id, now
@@ -29,7 +29,7 @@ def request_of(request: ChatRequest) -> GenerationRequest:
     tools, given = _allowed(tools, request.tool_choice)
     choice, named = _choice(given)
     return GenerationRequest(
-        messages=incoming_of(request.messages),
+        messages=[one_incoming(message, f"messages[{n}]") for n, message in enumerate(request.messages)],
         tools=tools,
         choice=choice,  # type: ignore[arg-type]
         named=named,

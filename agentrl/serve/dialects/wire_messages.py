@@ -32,15 +32,6 @@ def allowed_tools(tools: tuple[Json, ...], listed: object, mode: object) -> tupl
     return tuple(tool for tool in tools if tool["function"]["name"] in names), str(mode)
 
 
-def incoming_of(messages: Sequence[WireMessage]) -> list[Incoming]:
-    """Convert the messages of a request.
-
-    Raises:
-        ApiError: a message has no content, other content than text, or lacks the id of the call that it answers.
-    """
-    return [one_incoming(message, f"messages[{n}]") for n, message in enumerate(messages)]
-
-
 def one_incoming(message: WireMessage, where: str, arguments: Sequence[str] = ()) -> Incoming:
     """Convert one message.
 
@@ -49,7 +40,7 @@ def one_incoming(message: WireMessage, where: str, arguments: Sequence[str] = ()
         arguments: the places of its calls' arguments, if the dialect has them elsewhere.
 
     Raises:
-        ApiError: same as `incoming_of`.
+        ApiError: it has no content, other content than text, or lacks the id of the call that it answers.
     """
     if message.content is None and message.role != "assistant":
         raise invalid(f"{where}.content", "is required")
