@@ -6,13 +6,18 @@ It does what the `null` harness of verifiers does, without a new program for eac
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harnesses.utils.compaction import bound_tool_message
+from verifiers.v1.harnesses.utils.core import gate_tool_call
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 __all__ = ["ChatHarness"]
@@ -31,6 +36,7 @@ class ChatHarness(vf.Harness[ChatConfig]):  # type: ignore[misc, unused-ignore]
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
     SUPPORTS_RESUME = True
+    SUPPORTS_TOOL_INTERCEPTION = True
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
@@ -43,8 +49,25 @@ class ChatHarness(vf.Harness[ChatConfig]):  # type: ignore[misc, unused-ignore]
         secret: str,
         mcp_urls: dict[str, str],
         data: vf.TaskData,
+        tool_interception_url: str | None = None,
     ) -> vf.ProgramResult:
         """Hold the conversation."""
+        try:
+            return await self.hold(ctx, trace, endpoint, secret, mcp_urls, data, tool_interception_url)
+        except ExceptionGroup as e:  # the MCP client's tasks fail in groups, whose text names no cause
+            raise first_of(e) from e
+
+    async def hold(
+        self,
+        ctx: vf.ModelContext,
+        trace: vf.Trace,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: vf.TaskData,
+        gate: str | None,
+    ) -> vf.ProgramResult:
+        """Talk until there is no call or the adapter ends the episode."""
         system, prompt = self.resolve_prompt(data)
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -58,7 +81,8 @@ class ChatHarness(vf.Harness[ChatConfig]):  # type: ignore[misc, unused-ignore]
                 base_url=endpoint, headers={"Authorization": f"Bearer {secret}"}, timeout=None, trust_env=False
             )
             await stack.enter_async_context(client)
-            talk = asyncio.create_task(converse(client, ctx.model, messages, tools, connected))
+            denial = functools.partial(denied, client, gate, secret) if gate else allowed
+            talk = asyncio.create_task(converse(client, ctx.model, messages, tools, connected, denial))
             stop = asyncio.create_task(ended.setdefault(ctx.model, asyncio.Event()).wait())
             await asyncio.wait([talk, stop], return_when=asyncio.FIRST_COMPLETED)
             stop.cancel()
@@ -69,10 +93,32 @@ class ChatHarness(vf.Harness[ChatConfig]):  # type: ignore[misc, unused-ignore]
             return vf.ProgramResult(0, "", "")
 
 
+def first_of(group: ExceptionGroup) -> Exception:
+    """The first plain error in a group."""
+    first = group.exceptions[0]
+    return first_of(first) if isinstance(first, ExceptionGroup) else first
+
+
+async def allowed(call: dict[str, Any]) -> None:
+    """The answer of a taskset that denies no call."""
+
+
+async def denied(client: httpx.AsyncClient, gate: str, secret: str, call: dict[str, Any]) -> Any:
+    """The message that the taskset puts in place of a call; None if it allows the call."""
+    wanted = SimpleNamespace(id=call["id"], function=SimpleNamespace(**call["function"]))
+    decision = await gate_tool_call(client, gate, secret, wanted)
+    return decision["message"] if decision["action"] == "deny" else None
+
+
 async def converse(
-    client: httpx.AsyncClient, model: str, messages: list[Any], tools: list[Any], connected: list[Any]
+    client: httpx.AsyncClient,
+    model: str,
+    messages: list[Any],
+    tools: list[Any],
+    connected: list[Any],
+    denial: Callable[[dict[str, Any]], Awaitable[Any]],
 ) -> vf.ProgramResult:
-    """Ask and call until there is no call."""
+    """Ask and call until there is no call; `denial` answers the calls that the taskset denies."""
     dispatch, servers = connected
     while True:
         body = {"model": model, "messages": messages} | ({"tools": tools} if tools else {})
@@ -84,10 +130,11 @@ async def converse(
         if not message.get("tool_calls"):
             return vf.ProgramResult(0, "", "")
         for call in message["tool_calls"]:
-            content = await result_of(call["function"], dispatch, servers)
-            messages.append(
-                {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": content}
-            )
+            if (result := await denial(call)) is None:
+                content = await result_of(call["function"], dispatch, servers)
+                name = call["function"]["name"]
+                result = {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
+            messages.append(bound_tool_message(result))
 
 
 async def result_of(function: dict[str, Any], dispatch: dict[str, Any], servers: dict[str, Any]) -> Any:

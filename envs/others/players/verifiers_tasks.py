@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from contextlib import AsyncExitStack
 from typing import Any
 
 from wire import Json, Session, Stopped, Wire, contained
@@ -169,7 +170,11 @@ async def main() -> None:
         running.add(task)
         task.add_done_callback(running.discard)
 
-    async with env.serving():
+    async with AsyncExitStack() as stack:
+        try:
+            await stack.enter_async_context(env.serving())
+        except Exception as e:
+            wire.fail(f"cannot start its servers: {type(e).__name__}: {' '.join(str(e).split())}")
         wire.listen(start)
         wire.send({"ready": {"ids": [str(task.data.id or f"{given['id']}-{i}") for i, task in enumerate(tasks)]}})
         await asyncio.Event().wait()

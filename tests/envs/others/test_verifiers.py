@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agentrl.env.load import load_env
-from agentrl.env.play import Policy, ScriptedPolicy, call, play, say
+from agentrl.env.play import Policy, ScriptedPolicy, call, calls, play, say
 from agentrl.envs.others.outside import PLAYERS
 from agentrl.errors import ConfigError
 from agentrl.testing import check_env
@@ -78,6 +78,26 @@ async def test_check_env_passes_and_a_cut_off_episode_is_scored() -> None:
     said = [str(m.content) for m in (await play(env(), env.tasks()[1], ScriptedPolicy(mistaken))).messages]
     assert any("unknown tool 'nothing'" in text for text in said)
     assert any("not JSON" in text for text in said)
+
+
+@needs_verifiers
+async def test_calls_are_denied_and_long_results_cut_as_by_the_null_harness() -> None:
+    env = load_env("verifiers:verifiers_guarded", {"python": str(PYTHON), "path": str(FILE.parent)})
+    script = [calls(("desk_erase", {}), ("desk_read", {})), "finished"]
+    episode = await play(env(), env.tasks()[0], ScriptedPolicy(script))
+    denied, read = (str(m.content) for m in episode.turns[0].observation)
+    assert denied == "denied"
+    assert episode.rewards == {"finished": 1.0}
+    assert read.startswith("Warning: truncated output")
+    assert 20_000 < len(read) < 21_000
+
+
+@needs_verifiers
+def test_servers_that_do_not_start_are_one_line() -> None:
+    options = {"python": str(PYTHON), "path": str(FILE.parent), "args": {"desks": 2}}
+    with pytest.raises(ConfigError, match=r"start its servers: ToolsetError: .*desk") as found:
+        load_env("verifiers:verifiers_guarded", options)
+    assert "\n" not in str(found.value)
 
 
 @needs_verifiers
