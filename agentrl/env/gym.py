@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import json
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -272,7 +273,10 @@ class GymnasiumEnv(ToolEnv):
         """What the policy sees: the rendered text if the game supports it, else the observation, as JSON if it is
         not text."""
         if getattr(self.game, "render_mode", None) == "ansi":
-            return without_colors(str(self.game.render())).strip("\n")
+            shown: Any = self.game.render()
+            shown = shown.getvalue() if isinstance(shown, io.StringIO) else shown  # as Gym allowed
+            if isinstance(shown, str):
+                return without_colors(shown).strip("\n")
         if isinstance(observation, str):
             return observation
         return json.dumps(_plain(observation), ensure_ascii=False, default=str)

@@ -1,3 +1,4 @@
+import io
 import json
 import subprocess
 import sys
@@ -401,6 +402,31 @@ class Odd(Door):
 async def test_text_is_shown_as_it_is_and_anything_else_as_json(shown, text):
     gymnasium.register("Odd-v0", Odd)
     env = GymnasiumEnv("Odd-v0", shown=shown)
+    (opening,) = [m.content for m in (await env.reset(Task("t")))[0] if m.role == "user"]
+    await env.close()
+    assert opening == text
+
+
+class Drawn(Door):
+    """Renders `drawn`."""
+
+    metadata = {"render_modes": ["ansi"]}  # noqa: RUF012
+
+    def __init__(self, drawn=None, render_mode=None):
+        super().__init__()
+        self.drawn, self.render_mode = drawn, render_mode
+
+    def render(self):
+        return self.drawn and self.drawn()
+
+
+@pytest.mark.filterwarnings("ignore")  # Gymnasium's own checks complain as well
+@pytest.mark.parametrize(
+    ("drawn", "text"), [(lambda: "a door", "a door"), (lambda: io.StringIO("a door\n"), "a door"), (None, "0")]
+)
+async def test_a_rendering_that_is_no_text_is_read_or_left_out(drawn, text):
+    gymnasium.register("Drawn-v0", Drawn)
+    env = GymnasiumEnv("Drawn-v0", drawn=drawn)
     (opening,) = [m.content for m in (await env.reset(Task("t")))[0] if m.role == "user"]
     await env.close()
     assert opening == text
