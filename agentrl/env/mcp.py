@@ -113,9 +113,9 @@ def list_tools(server: McpServer) -> tuple[_Listed, ...]:
         except Exception as e:
             said = " ".join(error_text(_first(e)).split())[:300]
             raise ConfigError(f"mcp: {server.where}: its tools cannot be listed: {said}") from e
-        if any(not tool.name for tool in _listings[asked]):
-            del _listings[asked]
-            raise ConfigError(f"mcp: {server.where}: lists a tool without a name")
+        if not all(tool.name for tool in _listings[asked]) or not _listings[asked]:
+            said = "lists a tool without a name" if _listings.pop(asked) else "offers no tools"
+            raise ConfigError(f"mcp: {server.where}: {said}")
     names = [tool.name for tool in _listings[asked]]
     if missing := [name for name in server.include if name not in names]:
         raise ConfigError(f"mcp: {server.where} has no tool {missing[0]!r}; it has: {', '.join(names)}")

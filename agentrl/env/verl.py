@@ -17,6 +17,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -207,7 +208,7 @@ class VerlTool:
         response, step_reward, metrics = value if isinstance(value, tuple) else (value, 0.0, {})
         step_reward = float(step_reward or 0.0)
         self.rewards.append(step_reward)
-        numbers = {f"{self.name}/{k}": float(v) for k, v in (metrics or {}).items() if isinstance(v, int | float)}
+        numbers = {f"{self.name}/{k}": float(v) for k, v in (metrics or {}).items() if isinstance(v, Real)}
         return ToolResult(_content(response), reward=step_reward, metrics=numbers)
 
     async def calc_reward(self) -> float:

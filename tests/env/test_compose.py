@@ -22,6 +22,7 @@ from agentrl.types import Episode, Message, Task
 
 VERL_TOOL = '''
 from uuid import uuid4
+import numpy as np
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.function_tool import function_tool
@@ -42,7 +43,7 @@ class Counter(BaseTool):
     @rollout_trace_op
     async def execute(self, instance_id, parameters, **kwargs):
         self.counts[instance_id] += parameters["by"]
-        return ToolResponse(text=f"count={self.counts[instance_id]}"), 0.1, {"by": parameters["by"]}
+        return ToolResponse(text=f"count={self.counts[instance_id]}"), 0.1, {"by": np.float32(parameters["by"])}
 
     async def calc_reward(self, instance_id, **kwargs):
         return float(self.counts[instance_id] == self.config["target"])

@@ -89,6 +89,7 @@ for line in sys.stdin:
     [
         {"error": {"code": -1, "message": "no"}},
         {"result": {"tools": 5}},
+        {"result": {"tools": []}},
         {"result": {"tools": [{"name": "a"}]}},
         {"result": {"tools": [{"name": "", "inputSchema": {"type": "object"}}]}},
     ],
