@@ -271,6 +271,8 @@ async def main() -> None:
         wire.fail(f"{given['file']}: {type(e).__name__}: {e}")
     samples: list[Sample] = list(task.dataset)
     check_ids(samples, given["file"])
+    if not task.scorer:
+        wire.fail(f"{given['file']}: {task.name} has no scorer, so nothing gives a reward")
     contain(task, given["scorers"])
     episodes = Episodes(samples, given["scorers"])
     task_with(task, dataset=episodes, epochs=1, fail_on_error=False)

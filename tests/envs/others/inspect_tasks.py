@@ -121,6 +121,12 @@ def unscored() -> Task:
 
 
 @task
+def scorerless() -> Task:
+    """No scorer."""
+    return Task(dataset=rows(1), solver=generate())
+
+
+@task
 def shells() -> Task:
     """A tool that starts programs."""
     return Task(dataset=rows(4), solver=[use_tools(shell()), generate()], scorer=odd())

@@ -208,9 +208,10 @@ async def test_a_lost_player_is_started_again_once_however_many_episodes_wait() 
     ("rest", "options", "said"),
     [
         ("nowhere.py@x", {}, "no such file: nowhere.py"),
-        (f"{FILE}", {}, "write FILE@TASK: the tasks .* are: sums, tools, graded, unscored, shells, twins"),
+        (f"{FILE}", {}, "write FILE@TASK: the tasks .* sums, tools, graded, unscored, scorerless, shells, twins"),
         (f"{FILE}@missing", {}, "missing"),
         (f"{FILE}@tools", {"args": {"size": 3}}, "size"),
+        (f"{FILE}@scorerless", {}, "scorerless has no scorer"),
         (f"{FILE}@twins", {}, "samples 1 and 2 have the same id '1'"),
         (f"{FILE}@twins", {"args": {"first": "2", "second": None}}, "samples 1 and 2 have the same id '2'"),
         (f"{FILE}@sums", {"held_out": "none"}, "use fifth or all"),
