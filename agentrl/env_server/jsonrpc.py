@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import cast
 
 from agentrl.env_server.open_sessions import Sessions, SessionsFull
-from agentrl.env_server.openenv_wire import about_end, answer_text, called
+from agentrl.env_server.openenv_wire import about_end, answer_content, answer_text, called
 from agentrl.env_server.served import Json, JsonObject, RequestError, listed_tools
 from agentrl.env_server.session import EnvSession, TurnResult
 from agentrl.errors import AgentRLError
@@ -139,7 +139,7 @@ def call_result(result: TurnResult) -> JsonObject:
     """The result of `tools/call`."""
     meta: JsonObject = {"reward": result.reward, "done": result.done, **about_end(result)}
     return {
-        "content": [{"type": "text", "text": answer_text(result.messages)}],
+        "content": answer_content(result.messages),
         "isError": any(call.outcome != "ok" for call in result.calls),
         "_meta": meta,
     }

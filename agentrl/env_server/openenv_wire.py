@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
@@ -10,7 +11,7 @@ from agentrl.chat.messages import MessageFormatError, read_message, write_messag
 from agentrl.env.toolenv.observe import plain_text
 from agentrl.env_server.served import SEND_MESSAGE, Json, JsonObject, RequestError, listed_tools
 from agentrl.env_server.session import EnvSession, TurnResult
-from agentrl.types import Message, ToolCall
+from agentrl.types import Image, Message, ToolCall
 
 ACTION_SCHEMA: JsonObject = {
     "title": "CallToolAction",
@@ -124,7 +125,9 @@ def _with_ids(result: TurnResult, unread: Sequence[str]) -> TurnResult:
 def _call_observation(name: str, result: TurnResult) -> JsonObject:
     text = answer_text(result.messages)
     outcome = result.calls[0].outcome if result.calls else "ok"
-    observation: JsonObject = {"tool_name": name, "result": text, "error": None}
+    content = answer_content(result.messages)
+    shown: Json = text if len(content) == 1 else {"content": content}
+    observation: JsonObject = {"tool_name": name, "result": shown, "error": None}
     if outcome != "ok":
         kind = _KINDS.get(outcome, "execution_error")
         message = text.removeprefix("Error: ")
@@ -135,6 +138,17 @@ def _call_observation(name: str, result: TurnResult) -> JsonObject:
 def answer_text(messages: Sequence[Message]) -> str:
     """The env's messages as one text."""
     return "\n\n".join(plain_text(message.content) for message in messages)
+
+
+def answer_content(messages: Sequence[Message]) -> list[Json]:
+    """The env's messages as MCP content: one text, then the images."""
+    parts = [part for message in messages if not isinstance(message.content, str) for part in message.content]
+    images: list[Json] = [
+        {"type": "image", "data": base64.b64encode(part.data).decode(), "mimeType": part.mime_type}
+        for part in parts
+        if isinstance(part, Image)
+    ]
+    return [{"type": "text", "text": answer_text(messages)}, *images]
 
 
 def _payload(observation: JsonObject, result: TurnResult) -> JsonObject:

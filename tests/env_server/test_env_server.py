@@ -22,7 +22,7 @@ from agentrl.env_server.open_sessions import Sessions
 from agentrl.env_server.serve import env_name, serving_env
 from agentrl.env_server.served import EnvSource
 from agentrl.errors import InfraError
-from agentrl.types import Episode, Task
+from agentrl.types import Episode, Image, Task
 from tests.envs.test_openenv import PYTHON, needs_openenv
 
 HERE = __file__.rpartition("/")[0]
@@ -410,6 +410,26 @@ async def test_a_text_env_is_played_through_send_message():
         said = await wire.ask("step", {"tool_name": "send_message", "arguments": {"text": "hi"}})
         assert (said["observation"]["result"], said["done"]) == ("You said hi.", False)
         assert (await wire.ask("step", {"type": "message", "content": "hello"}))["done"] is True
+
+
+class Camera(ToolEnv):
+    """Look."""
+
+    @tool
+    def look(self) -> tuple[str, Image]:
+        """Take a picture."""
+        return "a door", Image(b"door", "image/jpeg")
+
+
+async def test_images_reach_mcp_clients_and_clients_of_openenv():
+    async with serving_env(Sessions(EnvSource("camera", Camera, {"train": [Task("t")]}))) as url:
+        async with mcp.Client(f"{url}/mcp") as client:
+            text, image = (await client.call_tool("look", {})).content
+        assert (text.text, image.data, image.mime_type) == ("a door", "ZG9vcg==", "image/jpeg")
+        remote: Any = await asyncio.to_thread(load_env, f"openenv:{url}")
+        policy = ScriptedPolicy([call("look"), call("send_message", text="a door")])
+        episode = await asyncio.to_thread(lambda: asyncio.run(play(remote(), Task("t"), policy)))
+        assert episode.turns[0].observation[0].content == ("a door", Image(b"door", "image/jpeg"))
 
 
 def test_names_fit_into_a_url():
