@@ -136,6 +136,7 @@ ERRORS = [
     ("pythonic", "[f(1)]", "call of 'f': arguments must be given as key=value at character 3"),
     ("pythonic", "[f(a=__import__('os'))]", "expected a value: text in quotes"),
     ("pythonic", "[f(a=1)", "expected ']'"),
+    ("lfm2", "<|tool_call_start|>[a/b(n=1)]<|tool_call_end|>", "expected \\[name\\(key=value\\)\\]"),
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": ]', "not valid JSON"),
     ("mistral", "[TOOL_CALLS]f[ARGS]nothing", "expected name\\[ARGS\\]"),
     ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "sep｜> is missing"),
@@ -195,6 +196,14 @@ def test_a_closing_marker_inside_a_json_string_is_text():
     parsed = choose_parser("hermes").parse(text)
     assert [call.arguments for call in parsed.calls] == [{"x": '</tool_call>" <tool_call>'}]
     assert parsed.content == "done"
+
+
+@pytest.mark.parametrize("name", ["pythonic", "lfm2"])
+def test_python_calls_take_names_with_hyphens(name: str):
+    parser = choose_parser(name)
+    wanted = ("get-weather", {"user-id": "u", "n": -1})
+    [call] = parser.parse(parser.write([wanted])).calls
+    assert (call.name, dict(call.arguments)) == wanted
 
 
 def test_values_follow_the_schema_where_the_format_has_no_types():

@@ -23,13 +23,13 @@ class Pythonic(BlockParser):
     wraps: ClassVar[tuple[str, str]] = ("", "")
     """Text allowed around the list, if any is written."""
 
-    _looks = re.compile(r"\s*+\[\s*+[^\W\d][\w.]*+\(")
+    _looks = re.compile(rf"\s*+\[\s*+{NAME.pattern}\(")
 
     def calls(self, body: str, tools: Tools) -> Iterator[ParsedCall | Malformed]:
         if not self._looks.match(body):
-            if body.lstrip()[:1] != "[":
+            if body.lstrip()[:1] != "[" or not self.at_start:
                 yield Malformed(f"expected [name(key=value)], got {body.strip()[:40]!r}", (0, len(body)))
-            return  # a list that contains no call is an answer
+            return  # where a call has no markers, a list that contains none is an answer
         reader = NotationReader(body)
         reader.need("[")
         found: list[ParsedCall | Malformed] = []

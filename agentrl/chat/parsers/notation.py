@@ -11,7 +11,7 @@ from agentrl.chat.parsers.parser import MAX_DEPTH
 WORDS: dict[str, Any] = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
 _LIST = re.compile(r"[\[(]")
 _SPACE = re.compile(r"\s*+")
-NAME = re.compile(r"[^\W\d][\w.]*+")
+NAME = re.compile(r"[^\W\d][\w.-]*+")
 _NUMBER = re.compile(r"[+-]?(?:\d++(?:\.\d*+)?+|\.\d++)(?:[eE][+-]?\d++)?+")
 _STRING = re.compile(r"'([^'\\]*+(?:\\.[^'\\]*+)*+)'|\"([^\"\\]*+(?:\\.[^\"\\]*+)*+)\"", re.DOTALL)
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", re.DOTALL)
