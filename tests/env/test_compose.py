@@ -395,6 +395,9 @@ def test_an_mcp_server_that_does_not_start_is_named():
         _ = ComposedEnv(tools=[{"mcp": {"command": ["sleep", "60"], "connect_timeout_s": 0.5}}]).tools
     with pytest.raises(ConfigError, match=r"^mcp: url localhost:80: not an http or https URL with a host$"):
         _ = ComposedEnv(tools=[{"mcp": {"url": "localhost:80"}}])
+    same = {"mcp": {"command": [sys.executable, str(SERVER)]}}
+    with pytest.raises(ConfigError, match=r"two tools are named 'add'; .* `prefix`"):
+        _ = ComposedEnv(tools=[same, same]).tools
     with pytest.raises(ConfigError, match="has no tool 'subtract'; it has: add, fail, die, hang"):
         _ = mcp_env(include=["subtract"]).tools
 

@@ -321,7 +321,8 @@ class ToolEnv(ScoredEnv):
             if len(found) < len(tools):
                 names = [tool.name for tool in tools]
                 twice = next(name for name in names if names.count(name) > 1)
-                raise ConfigError(f"{type(self).__name__}: two tools are named {twice!r}")
+                hint = "rename one, or give its MCP server a `prefix`" if self._connections else "rename one"
+                raise ConfigError(f"{type(self).__name__}: two tools are named {twice!r}; {hint}")
             if self.hold_back:
                 found = {name: HeldBack(tool) if acts_outside(tool) else tool for name, tool in found.items()}
             self._tools = found
