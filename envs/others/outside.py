@@ -62,7 +62,6 @@ class Player:
             problem = first.get("failed") or f"cannot be played: {self.last_words()}"
             self.stop()
             self._stdout.close()
-            self._scratch.close()
             raise ConfigError(f"env {name} {problem}")
         self.ids = [str(i) for i in cast("list[object]", _object(first["ready"])["ids"])]
         threading.Thread(target=self._read, daemon=True).start()
@@ -94,11 +93,12 @@ class Player:
         return self._said[-1] if self._said else "it said nothing"
 
     def stop(self) -> None:
-        """End the program."""
+        """End the program and remove its folder: at exit, the reading thread is not waited for."""
         self._process.kill()
         self._process.wait()
         with contextlib.suppress(OSError):
             self._stdin.close()
+        self._scratch.close()
 
     def forget(self, session: Session) -> None:
         """Ignore what else an episode says."""

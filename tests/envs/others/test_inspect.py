@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from agentrl.env.env import PolicyAccess
 from agentrl.env.load import load_env
 from agentrl.env.play import Policy, ScriptedPolicy, call, play, say
+from agentrl.envs.others.outside import Player
 from agentrl.errors import ConfigError, InfraError
 from agentrl.testing import check_env
 from agentrl.types import Message
@@ -223,3 +225,13 @@ def test_a_wrong_name_or_option_is_one_line(rest: str, options: dict[str, Any], 
     with pytest.raises(ConfigError, match=said) as found:
         load_env(f"inspect:{rest}", {"python": str(PYTHON), **options})
     assert "\n" not in str(found.value)
+
+
+def test_a_player_that_is_stopped_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    script = tmp_path / "player.py"
+    script.write_text('import sys\nprint(\'{"ready": {"ids": []}}\', flush=True)\nsys.stdin.read()\n')
+    player = Player(sys.executable, str(script), "", "none")
+    assert len(list(tmp_path.glob("agentrl-player-*"))) == 1
+    player.stop()
+    assert not list(tmp_path.glob("agentrl-player-*"))
