@@ -20,7 +20,7 @@ def refuse_config(config: PretrainedConfig, where: str) -> None:
 
     Raises:
         ConfigError: the model has an encoder, quantized weights, rotary embeddings that change with the length of
-            a batch, or returns the weights of its attention.
+            a batch, heads that cannot share keys evenly, or returns the weights of its attention.
     """
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
@@ -36,6 +36,13 @@ def refuse_config(config: PretrainedConfig, where: str) -> None:
             f"{where}: config.json says output_attentions: true, and attention on packed rows gives no weights: "
             "remove it"
         )
+    for layer in layer_configs(config):
+        heads, shared = (getattr(layer, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+        if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
+            raise ConfigError(
+                f"{where}: config.json says num_attention_heads: {heads} and num_key_value_heads: {shared}; the "
+                "first must be a multiple of the second"
+            )
     for section in config_sections(config):
         for rope in _rope_kinds(section.get("rope_parameters") or section.get("rope_scaling")):
             if rope in ("dynamic", "longrope", "su"):

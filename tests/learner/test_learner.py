@@ -30,6 +30,7 @@ from agentrl.learner.rank import InProcess, LearnerSpec
 from agentrl.learner.reference import Reference
 from agentrl.learner.shard import World
 from agentrl.models.device import use_device
+from agentrl.preflight.shape import ModelShape
 from agentrl.types import Sample
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import (
@@ -380,6 +381,18 @@ class TestLoading:
             load_policy(folder, torch.device("cpu")) if load == "learner" else load_model(
                 folder, dtype="float32", device="cpu"
             )
+
+    def test_heads_that_cannot_share_keys_evenly_are_refused(self, policy_dir: Path, tmp_path: Path):
+        folder = tmp_path / "model"
+        shutil.copytree(policy_dir, folder)
+        config = json.loads((folder / "config.json").read_text()) | {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 3,
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+        for load in (lambda: load_policy(folder, torch.device("cpu")), lambda: ModelShape.of_directory(folder)):
+            with pytest.raises(ConfigError, match="num_attention_heads: 4 and num_key_value_heads: 3; the first"):
+                load()
 
     def test_the_engine_refuses_missing_weights_too(self, policy_dir: Path, tmp_path: Path):
         folder = tmp_path / "model"

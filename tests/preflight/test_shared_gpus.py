@@ -227,7 +227,7 @@ def shape_of(tmp_path: Path, **config: Any) -> ModelShape:
 
 
 def test_a_token_passes_through_several_experts(tmp_path: Path):
-    base = QWEN3 | sizes(64, 128, 2, 4) | {"vocab_size": 100, "head_dim": 16}
+    base = QWEN3 | sizes(64, 128, 2, 4) | {"vocab_size": 100, "head_dim": 16, "num_key_value_heads": 2}
     mixtral = base | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
     assert shape_of(tmp_path, **mixtral, num_local_experts=8, num_experts_per_tok=2).intermediate == 256
     experts = base | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
