@@ -110,7 +110,8 @@ def step_data(
         return step, {}
     ref_N, kind = ordered("ref_logprobs"), config.kl.reward_kind
     kl_N = kl_per_token(kind, old_N, ref_N, torch.ones_like(sequence_N, dtype=torch.bool))
-    return penalize_kl(step, old_N, ref_N, coef=kl_coef, kind=kind), {"kl_in_reward": mean_of(kl_N)}
+    taught_N = kl_N[ordered("taught") > 0] if "taught" in has else kl_N
+    return penalize_kl(step, old_N, ref_N, coef=kl_coef, kind=kind), {"kl_in_reward": mean_of(taught_N)}
 
 
 def explained_variance(returns_N: Tensor, values_N: Tensor | None) -> Tensor:

@@ -154,10 +154,10 @@ class Algorithm:
         if rows.idle:
             following = iter(active)  # as many as before: nothing is rejected where rows are idle
             samples = [row if row.episode_id in rows.idle else next(following) for row in rows.samples]
-        if self.config.kl.in_loss and samples and all("ref_logprobs" in row.columns for row in samples):
+        if samples and all("ref_logprobs" in row.columns for row in samples):
             kl = kl_of_envs(samples)
             metrics = metrics | {f"env/{env}/kl": metric for env, metric in kl.items() if env}
-            if self.config.kl.loss_kind == "centered":
+            if self.config.kl.in_loss and self.config.kl.loss_kind == "centered":
                 samples = with_kl_mean(samples, kl)
         if self.config.kl.loss_kind != "full":
             samples = [_answered(row) for row in samples]

@@ -223,6 +223,30 @@ def test_two_envs_learn_from_two_teachers_and_one_from_rewards(teacher: Path):
     assert known == {"a": True, "b": True, "c": False}
 
 
+def test_a_penalty_in_the_reward_is_reported_for_the_envs_with_a_teacher(teacher: Path):
+    policy = Path("policy")
+    make_tiny_model(policy, [], TinyModel(**TINY), tokenizer_of=teacher)
+    with served(teacher) as url:
+        taught = {"use": f"{Path.cwd()}/silence.py:Silence", "teacher": {"url": url, "model": "tiny"}}
+        rewarded = {"use": "agentrl.envs.calculator:Calculator", "algorithm": {"kl_coef": 0}}
+        config = settings(
+            None,
+            steps=1,
+            env=None,
+            envs={"a": taught, "c": rewarded},
+            model={"path": str(policy.absolute())},
+            algorithm={"advantage": "rloo", "kl": {"coef": 1.0, "where": "reward"}},
+            rollout={"groups_per_step": 4, "group_size": 2, "max_turns": 1, "max_tokens": 8, "token_budget": 500},
+        )
+        (line,) = run(config, "r")
+        episodes = [record.episode for record in read_records(Path("r"), 1) if record.episode.task.env == "a"]
+        rows = [row for episode in episodes for row in episode_samples(episode)]
+        distance = apart(TeacherServer(TeacherConfig(url=url, model="tiny")), rows)
+    assert line["kl_in_reward"] == pytest.approx(distance, abs=1e-5)
+    assert line["env/a/kl"] == pytest.approx(distance, abs=1e-5)
+    assert "env/c/kl" not in line
+
+
 def apart(server: TeacherServer, rows: list[Sample]) -> float:
     """How far the sampler of these rows is from a teacher."""
     found = server.annotate([(row,) for row in rows], frozenset({"ref_logprobs"}))
