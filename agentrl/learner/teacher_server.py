@@ -163,7 +163,8 @@ class TeacherServer:
                 why, asked = f"HTTP {e.status_code}: {str(e)[:200]}", retry_after(e)
             except (openai.APIError, ValueError) as e:  # no connection, a timeout, or an answer that is no JSON
                 why = f"{type(e).__name__}: {str(e.__cause__ or e)[:200]}"
-            if time.monotonic() + pause > until:
+            left = until - time.monotonic()
+            if left <= 0:
                 raise EngineError(
                     f"{self.where}: no answer for {self.config.retry_s} s ({why}); the run can be resumed when it "
                     "is back"
@@ -171,7 +172,7 @@ class TeacherServer:
             if not told and max(pause, asked) > 2:
                 warnings.warn(f"{self.where} does not answer ({why}); trying again", stacklevel=2)
                 told = True
-            self._closed.wait(asked if pause < asked <= until - time.monotonic() else pause)
+            self._closed.wait(asked if pause < asked <= left else min(pause, left))
             self._refuse_closed()
             pause = min(2 * pause, LONGEST_PAUSE_S)
 

@@ -354,6 +354,17 @@ def test_a_server_that_cannot_score_is_one_error(teacher_dir: Path, answer, erro
             server.close()
 
 
+def test_a_server_that_fails_is_asked_until_its_time_is_over(teacher_dir: Path):
+    with scoring(teacher_dir, *[(500, b"broken")] * 9) as (url, handler):
+        server = TeacherServer(TeacherConfig(url=url, model="t", retry_s=1))
+        with pytest.raises(EngineError, match="no answer for 1 s"):
+            server.scored([1, 2])
+        server.close()
+    first, second, *last = handler.asked
+    assert last, "half a second after the second request, which was half a second after the first"
+    assert first == second == last[0]
+
+
 def test_a_server_that_is_gone_and_a_key_that_is_not_set(monkeypatch):
     monkeypatch.delenv("NO_KEY", raising=False)
     for more, error, text in (
