@@ -10,7 +10,7 @@ from agentrl.config.choice import OwnFunction
 
 if TYPE_CHECKING:
     from agentrl.config.run import EnvOfMixture, LearnerConfig, RunConfig
-    from agentrl.config.teacher import TeacherConfig
+    from agentrl.config.teacher import TeacherConfig, TeacherOfEnv
 
 
 def check_sections(config: RunConfig) -> None:
@@ -131,6 +131,8 @@ def _check_overridden(config: RunConfig) -> None:
             "algorithm.kl.coef has no effect: kl_coef is 0 in every env under `envs`; remove both, so that no "
             "reference is loaded"
         )
+    if "coef" in config.algorithm.kl.written and all(env.algorithm.kl_coef is not None for env in envs):
+        raise ValueError("algorithm.kl.coef has no effect: every env under `envs` has its own; remove it")
 
 
 def _check_kl_of_env(kl: KLConfig, key: str, coef: float) -> None:
@@ -207,6 +209,8 @@ def _check_teachers_of_envs(config: RunConfig) -> None:
             raise ValueError(
                 f"envs.{name}.teacher has no effect while {key} is 0: raise it, or remove the teacher"
             )
+        if config.teacher is not None and _same(config.envs[name].teacher, config.teacher):
+            raise ValueError(f"envs.{name}.teacher has no effect: it equals `teacher`; remove it")
     others = [name for name, weight in weights.items() if weight > 0 and name not in own]
     if config.teacher is None and others:
         raise ValueError(
@@ -222,6 +226,10 @@ def _check_teachers_of_envs(config: RunConfig) -> None:
         )
     if config.teacher is not None and config.teacher.hint != "none":
         raise ValueError(f"teacher.hint cannot be combined with envs.{own[0]}.teacher, which reads no hints")
+
+
+def _same(own: TeacherOfEnv | None, teacher: TeacherConfig) -> bool:
+    return own is not None and own.at("teacher").model_dump() == teacher.model_dump()
 
 
 def _check_following(teacher: TeacherConfig, learner: LearnerConfig) -> None:

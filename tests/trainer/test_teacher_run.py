@@ -343,6 +343,7 @@ def test_an_env_that_a_teacher_trains_keeps_its_groups():
 
 
 OWN = {"url": "http://127.0.0.1:9/v1", "model": "t"}
+OTHER = {**OWN, "model": "u"}
 
 
 @pytest.mark.parametrize(
@@ -350,7 +351,14 @@ OWN = {"url": "http://127.0.0.1:9/v1", "model": "t"}
     [
         ({"teacher": OWN}, {}, {}, r"envs\.b has no teacher, and envs\.a has one"),
         ({"teacher": OWN}, {}, {"teacher": {"path": "T"}}, r"envs\.a\.teacher is on a server, and `teach"),
-        ({"teacher": OWN}, {"teacher": OWN}, {"teacher": OWN}, "teacher has no effect: every env"),
+        ({"teacher": OTHER}, {"teacher": OTHER}, {"teacher": OWN}, "teacher has no effect: every env"),
+        ({"teacher": OWN}, {}, {"teacher": OWN}, r"envs\.a\.teacher has no effect: it equals `teacher`"),
+        (
+            {"teacher": OWN, "algorithm": {"kl_coef": 0.5}},
+            {"teacher": OWN, "algorithm": {"kl_coef": 0.2}},
+            {},
+            r"algorithm\.kl\.coef has no effect: every env",
+        ),
         (
             {"teacher": OWN, "algorithm": {"advantage": "rloo", "kl_coef": 0}},
             {"teacher": OWN},
