@@ -31,9 +31,16 @@ def no_signal(evidence: Evidence) -> Iterator[Finding]:
     groups = evidence.number("rollout.groups_per_step", 0)
     if len(signal) < FEW_STEPS or groups <= 0 or evidence.number("rollout.group_size", 1) < 2:
         return
-    if _taught(evidence):
+    if not (graded := _graded(evidence)):
         return  # equal rewards teach as much as others
-    share = float(signal[-max(FEW_STEPS, len(signal) // 2) :].mean()) / groups
+    recent = max(FEW_STEPS, len(signal) // 2)
+    share = float(signal[-recent:].mean()) / groups
+    if len(graded) < len(evidence.setting("envs") or [""]):
+        loud, played = (
+            sum(float(evidence.series(f"env/{name}/{what}")[1][-recent:].sum()) for name in graded)
+            for what in ("groups_with_signal", "groups")
+        )
+        share = loud / max(played, 1)
     if share > 0.1:
         return
     rewards = [played.reward or 0.0 for played in evidence.of_steps(evidence.steps[-3:])]
@@ -57,15 +64,23 @@ def no_signal(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def _taught(evidence: Evidence) -> bool:
-    """Whether a run trains without any reward: not with a teacher that needs attempts that solved the task."""
-    if evidence.setting("teacher") is not None:
-        return bool(evidence.setting("teacher.hint") != "solved")
-    envs = evidence.setting("envs") or [""]
-    of_run = evidence.setting("algorithm.advantage")
-    graded = [name for name in envs if not evidence.setting(f"envs.{name}.teacher")]
-    chosen = [evidence.setting(f"envs.{name}.algorithm.advantage") or of_run for name in graded]
-    return all((one.get("name") if isinstance(one, dict) else one) == "none" for one in chosen)
+def _graded(evidence: Evidence) -> list[str]:
+    """The envs that teach nothing without rewards; '' stands for the only one.
+
+    A teacher that needs attempts that solved the task does not replace rewards.
+    """
+    envs = list(evidence.setting("envs") or [""])
+    of_run, teacher = evidence.setting("algorithm.advantage"), evidence.setting("teacher") is not None
+    if evidence.setting("teacher.hint") == "solved":
+        return envs
+
+    def without_rewards(name: str) -> bool:
+        own = evidence.setting(f"envs.{name}.algorithm.advantage") or of_run
+        taught = teacher and evidence.setting(f"envs.{name}.algorithm.kl_coef") != 0
+        taught = taught or evidence.setting(f"envs.{name}.teacher") is not None
+        return taught or (own.get("name") if isinstance(own, dict) else own) == "none"
+
+    return [name for name in envs if not without_rewards(name)]
 
 
 def _never_solved(evidence: Evidence) -> bool:
@@ -81,7 +96,7 @@ def _never_solved(evidence: Evidence) -> bool:
 def never_solved(evidence: Evidence) -> Iterator[Finding]:
     """Nothing has ever been solved: there is nothing to reinforce."""
     steps, _ = evidence.series("reward")
-    if len(steps) < FEW_STEPS or _taught(evidence) or not _never_solved(evidence):
+    if len(steps) < FEW_STEPS or not _graded(evidence) or not _never_solved(evidence):
         return
     _, signal = evidence.series("groups_with_signal")
     if len(signal) and float(signal.mean()) > 0.25 * evidence.number("rollout.groups_per_step", 1):
