@@ -80,12 +80,14 @@ class TaskSampler:
 
     def state(self) -> dict[str, Any]:
         """The state needed to resume, as JSON data."""
-        return {"drawn": self._drawn, "results": {str(k): list(v) for k, v in self._results.items()}}
+        results = {str(k): list(v) for k, v in self._results.items()}
+        return {"drawn": self._drawn, "results": results, "size": len(self.tasks)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved `state`."""
+        """Resume from a saved `state`. Results belong to positions: another number of tasks drops them."""
         self._drawn = int(state["drawn"])
-        self._results = {int(k): list(v) for k, v in state["results"].items()}
+        same = state.get("size", len(self.tasks)) == len(self.tasks)
+        self._results = {int(k): list(v) for k, v in state["results"].items()} if same else {}
 
     def _position(self, number: int) -> int:
         size = len(self.tasks)

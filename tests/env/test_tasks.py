@@ -162,3 +162,13 @@ def test_a_number_of_tasks_that_is_none_is_refused(size):
 def test_a_name_that_is_no_text_is_refused(make, name):
     with pytest.raises(TypeError, match=rf"@{make.__name__}\(name={name!r}\): the name must be text"):
         make(name=name)
+
+
+def test_results_are_not_taken_for_those_of_other_tasks():
+    """A resumed run may leave out other overlong prompts than before."""
+    before = TaskSampler([Task(f"{n}", {}) for n in range(9)], order="weighted")
+    before.report(7, 1.0)
+    for size, weight in ((9, before.floor), (12, 1.0)):
+        resumed = TaskSampler([Task(f"{n}", {}) for n in range(size)], order="weighted")
+        resumed.restore(before.state())
+        assert resumed.weight(7) == weight
