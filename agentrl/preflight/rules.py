@@ -162,9 +162,9 @@ def reference(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]
         )
     else:
         text = "the reference is a frozen copy: one more forward pass, about a quarter of an update"
-    taught = teacher is not None or servers
-    advice = "remove teacher to do without" if taught else "set algorithm.kl.coef to 0 to do without"
-    yield PlanFinding("PL07", "note", text, advice)
+    keys = list(dict.fromkeys(each.place for each in servers.values())) or ["teacher"] * (teacher is not None)
+    advice = f"remove {' and '.join(keys)}" if keys else "set algorithm.kl.coef to 0"
+    yield PlanFinding("PL07", "note", text, f"{advice} to do without")
 
 
 def waves(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:

@@ -407,7 +407,8 @@ def test_the_plan_knows_the_teachers_of_envs():
         "teacher: t at http://127.0.0.1:9/v1",
         "teacher: u at http://127.0.0.1:8/v1",
     ]
-    assert any("teachers are on servers, which score every episode" in f.text for f in plan.findings)
+    (about,) = [f for f in plan.findings if "teachers are on servers, which score every episode" in f.text]
+    assert about.fix == "remove envs.a.teacher and teacher and envs.c.teacher to do without"
     with pytest.raises(AgentRLError, match=r"envs\.a\.teacher\.url .* nothing accepts connections there"):
         run(settings(second, env=None, envs=envs), "r")
 
