@@ -174,7 +174,8 @@ def _override(source: Source, text: str, number: int) -> None:
             source.spots[loc[:depth]] = Spot(key_line=number, flag=flag)
         elif isinstance(inner, str) and (long := _stands_for(loc[:depth], inner)) is not None:
             inner = data[part] = {long: inner}  # the short form `env: module:Class` or `loss: gspo`
-            source.spots[(*loc[:depth], long)] = source.spots[loc[:depth]]
+            if (spot := source.spots.get(loc[:depth])) is not None:  # a mapping has no places
+                source.spots[(*loc[:depth], long)] = spot
         elif not isinstance(inner, dict):
             raise ConfigError(f"{flag}: {dotted(loc[:depth])} is {shown(inner)}, not a section; it has no keys")
         data = inner

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -423,3 +424,16 @@ def test_mistakes_are_those_of_a_yaml_file():
         agentrl.configure(agentrl.configure(SMALL), ["steps=3"])
     assert agentrl.configure(SMALL, ["steps=7"]).steps == 7
     assert json.loads(agentrl.configure(SMALL).model_dump_json())["env"]["use"].endswith(":Calculator")
+
+
+@pytest.mark.parametrize(
+    ("short", "override"),
+    [
+        ({"env": "agentrl.envs.calculator:Calculator"}, "env.solved_at=2"),
+        ({"algorithm": {"loss": "gspo"}}, "algorithm.loss.clip_low=0.1"),
+        ({"warmup": "oracle"}, "warmup.num=5"),
+    ],
+)
+def test_an_override_reaches_into_what_a_mapping_writes_in_short(short: dict[str, Any], override: str):
+    key, _, value = override.partition("=")
+    assert attrgetter(key)(agentrl.configure(SMALL | short, [override])) == float(value)
