@@ -58,8 +58,7 @@ def start_run(
         if store.resumed:
             display.note(f"resumes the run in {store.path}")
         if store.changes:
-            said = "; ".join(map(str, store.changes))
-            display.note(f"changed settings, recorded in the run's history: {said}")
+            display.note(f"changed settings: {'; '.join(map(str, store.changes))}")
         display.phase("start")
         display.within("importing torch")  # many seconds on a cold disk
         try:
