@@ -30,7 +30,7 @@ PACKAGES = {
     "safetensors": "reads and writes weights (extra: train)",
     "matplotlib": "draws reward curves (extra: train)",
     "peft": "trains adapters (extra: lora)",
-    "sglang": "samples fast on GPUs (extra: sglang)",
+    "sglang": "samples fast on GPUs (install it into a separate environment)",
     "vllm": "samples fast on GPUs (install it into a separate environment)",
     "flash-attn": "attention on GPUs (no extra)",
     "ray": "trains on several GPUs or machines (extra: ray)",

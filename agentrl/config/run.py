@@ -509,7 +509,7 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), OnResume("fixed"), UnusedBy("serve")] = 0
     """Seed for tasks, the initialization of a tiny model, sampling and data order."""
     steps: Annotated[Positive, OnResume("free"), UnusedBy("eval", "serve")] = 100
-    """Optimizer steps."""
+    """Steps of training: each samples `rollout.groups_per_step` groups and updates the policy."""
     env: Annotated[EnvConfig | None, UnusedBy("serve")]
     envs: Annotated[dict[str, EnvOfMixture], UnusedBy("serve")] = Field(default_factory=dict)
     """Several environments by name, each with its share of the prompts, instead of `env`."""

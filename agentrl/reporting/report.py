@@ -21,7 +21,7 @@ class Summary:
     run: str
     """The run folder."""
     steps: int
-    """Optimizer steps done."""
+    """Steps of training done."""
     held_out_before: float | None = None
     """Fraction of held-out tasks solved greedily before training (after the cold start, if there was one)."""
     held_out_after: float | None = None
