@@ -16,6 +16,7 @@ from functools import partial
 from agentrl.config import RunConfig
 from agentrl.env.checker import EnvCheckError, check_env
 from agentrl.env.toolenv.observe import error_text
+from agentrl.exam.answer_checks import examine_answers
 from agentrl.exam.arena import Arena, ExamEpisode
 from agentrl.exam.examinee import Examinee, choose, examinees, named_policy
 from agentrl.exam.floors import examine_floors, examine_random, examine_search, judge_oracle, summarize
@@ -304,6 +305,7 @@ class _Exam:
         else:
             self.say("reward search")
             await examine_search(result, arena, spread, self.oracle, tools, few=self.few)
+            await examine_answers(result, arena, self.oracle, few=self.few)
         await examine_bounds(result, arena, spread[: 1 if self.crawls else 2], self.oracle, tools)
         self.say("leaks")
         answers = answers_of(self.oracle, self.idle)

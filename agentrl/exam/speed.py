@@ -85,7 +85,7 @@ class LoopWatch:
     @property
     def repeatedly(self) -> bool:
         """Whether the same code held the loop more than once; once may be a first import."""
-        return any(len(times) > 1 for times in self.blocked.values())
+        return any(len(times) > 1 for times in list(self.blocked.values()))
 
     def end(self) -> None:
         """Stop watching."""

@@ -6,7 +6,6 @@ import os
 import sys
 import sysconfig
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,6 @@ class FileWatch:
     def __init__(self) -> None:
         self.on = False
         self._paths: dict[str, bool] = {}
-        self._lock = threading.Lock()
 
     def note(self, event: str, given: tuple[object, ...]) -> None:
         """An audit event of the interpreter."""
@@ -46,7 +44,8 @@ class FileWatch:
 
     def left(self) -> list[str]:
         """The paths that were created and still exist, without those inside others."""
-        found = [p for p, before in self._paths.items() if not before and os.path.lexists(p) and not _ours(p)]
+        noted = list(self._paths.items())  # looking at them may open files, and other threads still do
+        found = [p for p, before in noted if not before and os.path.lexists(p) and not _ours(p)]
         folders = set(found)
         return sorted(p for p in found if not any(str(parent) in folders for parent in Path(p).parents))
 

@@ -113,6 +113,8 @@ CONSTANTS = (
     "<answer>true</answer>",
     "\\boxed{0}",
     "\\boxed{1}",
+    "999999999999",
+    "-999999999999",
 )
 """Answers that ignore the task; one of them may be right by chance, but not for nearly every task."""
 

@@ -384,7 +384,68 @@ class Walk(ToolEnv):
         return ScriptedPolicy([call("move", by=min(3, goal - done)) for done in range(0, goal, 3)])
 
 
+class Close(Sums):
+    """Close answers earn a part."""
+
+    @reward(solved=1.0)
+    def correct(self, episode) -> float:
+        said = final_answer(episode).strip()
+        return max(0.0, 1 - abs(int(said) - self.a - self.b) / 100) if said.lstrip("-").isdigit() else 0.0
+
+
+class MostlyNo(YesOrNo):
+    """Two of three answers are no."""
+
+    @reward(solved=True)
+    def right(self, episode) -> float:
+        return float(final_answer(episode) == self.answer)
+
+    @classmethod
+    def tasks(cls, split="train", seed=0):
+        first = 0 if split == "train" else 60
+        return [
+            Task(f"{split}-{n}", {"question": f"Is {n} a multiple of 3?", "answer": "no" if n % 3 else "yes"})
+            for n in range(first, first + 60)
+        ]
+
+
+class Line(ToolEnv):
+    """Write the word backwards, as a line."""
+
+    def setup(self, word: str) -> str:
+        self.word, self.written = word, ""
+        return f"The word is {word}."
+
+    @tool
+    def write(self, content: str) -> Stop:
+        """Write the file."""
+        self.written = content
+        return Stop("Written.")
+
+    @reward(solved=True)
+    def exact(self) -> bool:
+        return self.written == self.word[::-1] + "\n"
+
+    @classmethod
+    def tasks(cls, split="train", seed=0):
+        rng = random.Random(split)
+        return [Task(f"{split}-{i}", {"word": "".join(rng.choices("abcdefgh", k=7))}) for i in range(16)]
+
+    @classmethod
+    def oracle(cls, task):
+        return ScriptedPolicy([call("write", content=task.row["word"][::-1] + "\n")])
+
+
+class Report(Ledger):
+    """Bring the ledger to the target balance with the tools; what is said at the end does not count."""
+
+    @classmethod
+    def oracle(cls, task):
+        start, target = task.row["start"], task.row["target"]
+        return ScriptedPolicy([call("add", n=target - start), str(97 * target)])
+
+
 HEALTHY = (
     Sums, Vault, Ledger, Guess, YesOrNo, Choice, WrongCosts, FormatCounts, Copy, Lookup, Dice, Bare, Unanswerable,
-    Passage, Login, SometimesNothing, Walk,
+    Passage, Login, SometimesNothing, Walk, Close, MostlyNo, Line, Report,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Faults that show only between episodes of one task, after many episodes, in rare rows, or in replies."""
+"""Faults that show only between episodes, after many of them, in rare rows, in replies, or in near misses."""
 
 from __future__ import annotations
 
@@ -189,7 +189,116 @@ class HoleAmongMany(TwinsAmongMany):
         return [Task(f"{split}-{i}", row) for i, row in enumerate(rows)]
 
 
+class OneClass(TextEnv):
+    """Name the mood of the review."""
+
+    def setup(self, review: str, answer: str) -> str:
+        self.answer = answer
+        return f"What is the mood of this review? {review}"
+
+    def reply(self, text: str) -> None:
+        return None
+
+    @reward(solved=True)
+    def correct(self, episode) -> float:
+        return float(final_answer(episode) == self.answer)
+
+    @classmethod
+    def tasks(cls, split="train", seed=0):
+        moods = ["mixed" if i % 12 == 0 else "NEGATIVE" for i in range(24)]
+        return [Task(f"{split}-{i}", {"review": f"{split} {i}", "answer": mood}) for i, mood in enumerate(moods)]
+
+    @classmethod
+    def oracle(cls, task):
+        return ScriptedPolicy([task.row["answer"]])
+
+
+class NumberTool(ToolEnv):
+    """Work out the sum, then submit it."""
+
+    def setup(self, a: int, b: int) -> str:
+        self.sum, self.given = a + b, 0
+        return f"What is {a} + {b}?"
+
+    @tool
+    def submit(self, value: int) -> Stop:
+        """Hand in the sum."""
+        self.given = value
+        return Stop("Submitted.")
+
+    @reward(solved=True)
+    def correct(self) -> float:
+        return float(20 <= self.given <= 2000)
+
+    tasks = Sums.tasks
+
+    @classmethod
+    def oracle(cls, task):
+        return ScriptedPolicy([call("submit", value=task.row["a"] + task.row["b"])])
+
+
+class BeginningPays(Sums):
+    @reward(solved=True)
+    def correct(self, episode) -> float:
+        said = final_answer(episode)
+        return float(len(said) > 0 and str(self.a + self.b).startswith(said))
+
+
+class ContainedPays(Sums):
+    @reward(solved=True)
+    def correct(self, episode) -> float:
+        said = final_answer(episode)
+        return float(str(self.a + self.b) in said and len(said) < 12)
+
+
+class MorePays(Sums):
+    @reward(solved=True)
+    def correct(self, episode) -> float:
+        said = final_answer(episode)
+        return float(said.lstrip("-").isdigit() and int(said) >= self.a + self.b)
+
+
+class OffByOne(Sums):
+    @reward(solved=True)
+    def correct(self, episode) -> float:
+        said = final_answer(episode)
+        return float(said.lstrip("-").isdigit() and abs(int(said) - self.a - self.b) <= 1)
+
+
+class LabelWithSpace(OneClass):
+    """One label ends with a space, and the comparison is exact."""
+
+    @classmethod
+    def tasks(cls, split="train", seed=0):
+        names = ["joy", "anger", "fear ", "pride", "envy", "hope"]
+        return [Task(f"{split}-{i}", {"review": f"{split} {i}", "answer": name}) for i, name in enumerate(names)]
+
+    @reward(solved=True)
+    def correct(self, episode) -> float:
+        return float(episode.messages[-1].content == self.answer)
+
+
+class ExactFloats(Sums):
+    def setup(self, a: int, b: int) -> str:
+        super().setup(a, b)
+        return f"What is {a / 10} + {b / 10}?"
+
+    def right(self, episode) -> bool:
+        return final_answer(episode) == str(self.a / 10 + self.b / 10)
+
+    @classmethod
+    def oracle(cls, task):
+        return ScriptedPolicy([str(task.row["a"] / 10 + task.row["b"] / 10)])
+
+
 FAULTS = {
+    OneClass: ("search",),
+    NumberTool: ("search",),
+    BeginningPays: ("search",),
+    ContainedPays: ("search",),
+    MorePays: ("search",),
+    LabelWithSpace: ("rows",),
+    ExactFloats: ("rows",),
     NotesSurvive: ("determinism", "order"),
     Quota: ("order",),
     KeptByTask: ("parallel",),

@@ -19,6 +19,7 @@ from tests.exam.planted import FAULTS
 from tests.exam.planted_more import FAULTS as MORE
 from tests.exam.planted_more import AnyNumber
 from tests.exam.planted_subtle import FAULTS as SUBTLE
+from tests.exam.planted_subtle import OffByOne
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,6 +88,12 @@ def test_a_fault_written_in_another_way_is_found(faulty, quicker, fresh):
 def test_listing_hundreds_of_numbers_is_a_warning(fresh):
     result = exam(f"{AnyNumber.__module__}:{AnyNumber.__name__}", processes=fresh)
     assert "search" in {f.check for f in result.at_least(Level.WARNING)}, result.findings
+
+
+def test_a_tolerance_of_one_is_a_warning():
+    result = exam(f"{OffByOne.__module__}:{OffByOne.__name__}", processes=False)
+    assert [f.check for f in result.at_least(Level.WARNING)] == ["search"]
+    assert "453 instead of 452" in result.findings[0].text
 
 
 @pytest.mark.timeout(60)
