@@ -117,6 +117,45 @@ def _rows_decide(evidence: Evidence) -> bool:
     return all(len(found) == 1 for found in prompts.values())
 
 
+def same_prompt(evidence: Evidence) -> Iterator[Finding]:
+    """Tasks that a policy cannot tell apart: equal prompts, and equal episodes with different rewards."""
+    rows: dict[str, set[str]] = {}
+    alike: dict[str, dict[str, set[float]]] = {}
+    for played in evidence.scored:
+        content = without_numbering(played.raw["task"].get("row") or {})
+        if not content:
+            return  # the seed makes the tasks, perhaps of chance alone
+        row = json.dumps(content, sort_keys=True, default=str)
+        rows.setdefault(played.opening, set()).add(row)
+        alike.setdefault(played.transcript, {}).setdefault(row, set()).add(played.reward or 0.0)
+    every = set().union(*rows.values())
+    shared = {row for found in rows.values() if len(found) > 1 for row in found}
+    if len(every) < 16 or len(shared) < 0.5 * len(every):
+        return
+    several = [by_row for by_row in alike.values() if len(by_row) > 1]
+    told = sum(len(by_row) for by_row in several)
+    # Rewards of one task that differ are chance; those of different tasks show what the policy is not told.
+    mixed = [
+        by_row
+        for by_row in several
+        if all(len(found) == 1 for found in by_row.values()) and len(set().union(*by_row.values())) > 1
+    ]
+    if told < 16 or sum(map(len, mixed)) < 0.5 * told:
+        return
+    first = max(evidence.scored, key=lambda played: len(rows[played.opening]))
+    yield Finding(
+        "same-prompt",
+        "warning",
+        f"{len(shared)} of {len(every)} tasks have the prompt of another one, and the same episode is paid in one "
+        f"and not in the other: {first.text('user')[:80]!r}",
+        "the env's setup (the prompt must contain what the row asks for), or data.train",
+        step=first.step,
+        episode=first.id,
+        series=("reward",),
+        why="the policy sees nothing that tells these tasks apart; a guessing game looks the same",
+    )
+
+
 def answer_in_sight(evidence: Evidence) -> Iterator[Finding]:
     """The prompt contains the answer, or a tool gives it away."""
     seen: dict[str, list[Played]] = {"prompt": [], "tool": []}
@@ -319,4 +358,4 @@ def _contains(text: str, part: str) -> bool:
 
 
 CHECKS = (leaked, damaged, duplicates)
-ENV_CHECKS = (answer_in_sight,)
+ENV_CHECKS = (same_prompt, answer_in_sight)

@@ -120,6 +120,22 @@ class Played:
         said = [m.get("content") for m in self.raw.get("messages", ()) if m.get("role") == "user"]
         return json.dumps(said[:1])
 
+    @cached_property
+    def transcript(self) -> str:
+        """All that was said, without the ids of calls, and how it ended."""
+        said = [
+            (m.get("role"), m.get("content"), [(c["name"], c["arguments"]) for c in m.get("tool_calls") or ()])
+            for m in self.raw.get("messages", ())
+        ]
+        return json.dumps([said, self.raw.get("stop_reason")], sort_keys=True)
+
+    @property
+    def opening(self) -> str:
+        """All messages before the first one of the policy."""
+        said = self.raw.get("messages", ())
+        first = next((n for n, m in enumerate(said) if m.get("role") == "assistant"), len(said))
+        return json.dumps([(m.get("role"), m.get("content")) for m in said[:first]])
+
     @property
     def answer(self) -> str:
         """The last message of the policy."""
@@ -242,6 +258,12 @@ class Evidence:
         for view in views:
             view.episodes = [played for played in self.episodes if played.env == view.env]
         return views
+
+    @property
+    def env_key(self) -> str:
+        """The key of this env in the configuration."""
+        name = self.env or next((played.env for played in self.episodes), "")
+        return f"envs.{name}" if name else "env"
 
     @cached_property
     def scored(self) -> list[Played]:

@@ -39,9 +39,12 @@ CONSEQUENCES = {
     "kl-sign": {"learning-rate-too-high", "length-explosion", *BROKEN},
     "weights-not-reaching-sampler": {"learning-rate-too-high", *BROKEN},
     "learning-rate-too-high": {"entropy-collapse", "length-explosion", *BROKEN},
+    "temperature-too-high": {"no-tool-called", "turns-run-out", *BROKEN},
+    "entropy-explosion": {"learning-rate-too-high", "length-explosion", "turns-run-out", *BROKEN},
     "entropy-collapse": {"no-signal"},
     "length-explosion": {"completions-cut"},
     "reward-follows-length": {"no-signal"},
+    "reward-punishes-length": {"reward-ignores-tools"},
     "context-full": {"no-signal", "never-solved"},
 }
 """What follows from a finding is not reported next to it."""

@@ -12,6 +12,12 @@ from agentrl.doctor.statistics import correlation, ends
 
 FEW_STEPS = 3
 SOME_STEPS = 8
+RECENT = 10
+"""Steps that say how a run is doing now."""
+RANDOM = 2.0
+"""Entropy in nats per token of text that hardly depends on what was asked."""
+MATTERS = 0.1
+"""What a term has to add to the objective to compete with the reward."""
 LEAP = 0.1
 """KL to the start after two steps, of updates that are too large."""
 
@@ -33,7 +39,7 @@ def no_signal(evidence: Evidence) -> Iterator[Finding]:
         return
     if not (graded := _graded(evidence)):
         return  # equal rewards teach as much as others
-    recent = max(FEW_STEPS, len(signal) // 2)
+    recent = max(FEW_STEPS, min(RECENT, len(signal) // 2))
     share = float(signal[-recent:].mean()) / groups
     if len(graded) < len(evidence.setting("envs") or [""]):
         loud, played = (
@@ -244,6 +250,44 @@ def entropy_collapse(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
+def too_random(evidence: Evidence) -> Iterator[Finding]:
+    """A temperature at which the policy samples nearly any token, from the first step on."""
+    _, entropy = evidence.series("entropy")
+    temperature = evidence.number("rollout.temperature", 1.0)
+    if len(entropy) and temperature > 1.2 and entropy[0] > RANDOM and _never_solved(evidence):
+        yield Finding(
+            "temperature-too-high",
+            "error",
+            f"at temperature {temperature:g} the policy samples nearly at random: its entropy in the first step "
+            f"is {entropy[0]:.2g} nats per token, and nothing is solved",
+            f"rollout.temperature (now {temperature:g}: 1.0 or lower)",
+            step=evidence.first_step,
+            episode=evidence.scored[0].id,
+            series=("entropy",),
+        )
+
+
+def entropy_explosion(evidence: Evidence) -> Iterator[Finding]:
+    """An entropy bonus that outweighs the reward."""
+    steps, entropy = evidence.series("entropy")
+    bonus = evidence.number("algorithm.entropy_coef", 0.0)
+    if len(steps) < 4 or bonus <= 0:
+        return
+    first, last = float(entropy[0]), ends(entropy)[1]
+    before, after = progress(evidence)
+    if last > max(3 * first, RANDOM) and bonus * (last - first) > MATTERS and after <= before:
+        yield Finding(
+            "entropy-explosion",
+            "error",
+            f"entropy rose from {first:.2g} to {last:.2g} nats and the reward went from {before:.2f} to "
+            f"{after:.2f}: the entropy bonus outweighs the reward",
+            f"algorithm.entropy_coef (now {bonus:g}: divide by 10, or 0), then optim.lr",
+            step=int(steps[int(np.argmax(entropy > (first + last) / 2))]),
+            series=("entropy", "reward"),
+            why=f"the bonus adds {bonus * (last - first):.2g} to the objective",
+        )
+
+
 def length_explosion(evidence: Evidence) -> Iterator[Finding]:
     """Completions grow and grow."""
     steps, tokens = evidence.series("sampled_tokens")
@@ -273,4 +317,7 @@ def length_explosion(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-CHECKS = (*(no_signal, never_solved, too_fast, too_slow, wrong_sign, entropy_collapse, length_explosion),)
+CHECKS = (
+    *(no_signal, never_solved, too_fast, too_slow, wrong_sign, too_random),
+    *(entropy_collapse, entropy_explosion, length_explosion),
+)

@@ -17,6 +17,8 @@ from agentrl.doctor.statistics import correlation, difference_is_sure, ends, slo
 ENOUGH = 32
 FEW_ANSWERS = 8
 """Different answers that are paid, where the answer decides."""
+NOISE = 0.2
+"""Share of the variance within groups that is worth a warning."""
 _JUDGED = re.compile(r"judge|grade|score|rating|rubric|quality|critic|model", re.IGNORECASE)
 """Names of rewards that are opinions."""
 _OPINION = re.compile(r"judge|rating|rubric|quality|critic", re.IGNORECASE)
@@ -47,6 +49,31 @@ def follows_length(evidence: Evidence) -> Iterator[Finding]:
                 why=f"{len(gains)} episodes; tasks with several honest lengths would not correlate this much",
             )
             return
+
+
+def punishes_length(evidence: Evidence) -> Iterator[Finding]:
+    """A part that falls with length and outweighs all other parts, before the tasks are solved."""
+    table = _relative(evidence.groups())
+    solved = [played.raw.get("solved") is True for played in evidence.scored]
+    if len(table.lengths) < ENOUGH or table.lengths.std() < 1e-9 or sum(solved) > 0.5 * len(solved):
+        return
+    for name, gains in table.gains.items():
+        rest = float((table.total - gains).std())
+        related = correlation(table.lengths, gains)
+        if not name or related > -0.85 or gains.std() < rest or len(set(np.round(gains, 6))) < 6:
+            continue
+        yield Finding(
+            "reward-punishes-length",
+            "warning",
+            f"within groups, the reward {name} falls with the number of sampled tokens (correlation "
+            f"{related:.2f}) and varies more than all other parts ({gains.std():.2g}, the others {rest:.2g}): "
+            "the policy will learn to write as little as possible",
+            f"{evidence.env_key}.reward_weights.{name} (closer to 0), until the tasks are solved",
+            step=evidence.steps[-1],
+            episode=min(evidence.scored, key=lambda played: played.reward or 0.0).id,
+            series=(f"reward/{name}", "sampled_tokens", "solved"),
+            why=f"{sum(solved)} of {len(solved)} episodes are solved; once all are, length may decide",
+        )
 
 
 @dataclass(frozen=True)
@@ -127,6 +154,50 @@ def _by_choice(played: Played) -> bool:
     return not broken and played.raw.get("stop_reason") in ("answered", "terminated", "stopped_by_tool")
 
 
+def noisy(evidence: Evidence) -> Iterator[Finding]:
+    """Episodes of a group that are the same to the letter and get different rewards."""
+    sets = [same for group in evidence.groups() for same in _same_text(group) if len(same) > 1]
+    total = _spread([[p.reward or 0.0 for p in group] for group in evidence.groups()])
+    count = sum(map(len, sets))
+    if count < ENOUGH or not math.isfinite(total) or total <= 0:
+        return
+    share = _spread([[p.reward or 0.0 for p in same] for same in sets]) / total
+    mixed = [same for same in sets if float(np.ptp([p.reward or 0.0 for p in same])) > 1e-6]
+    if share < NOISE or len(mixed) < 4:
+        return
+    parts = {
+        name: _spread([[p.parts.get(name, 0.0) for p in same] for same in sets]) for name in mixed[0][0].parts
+    }
+    worst = max(parts, key=lambda name: parts[name]) if parts else ""
+    what = f"the reward {worst}" if worst else "the reward"
+    yield Finding(
+        "reward-is-noise",
+        "error" if share > 0.5 else "warning",
+        f"identical episodes of a group get different rewards in {len(mixed)} of {len(sets)} cases: about "
+        f"{min(share, 1.0):.0%} of the variance within groups is noise",
+        f"{what} of the env: state shared by episodes, chance, time, or a judge's temperature; "
+        "agentrl check --exam tells which",
+        step=mixed[0][0].step,
+        episode=mixed[0][0].id,
+        series=(f"reward/{worst}" if worst else "reward",),
+        why=f"{count} episodes have a sibling with the same messages; their rewards should be equal",
+    )
+
+
+def _same_text(group: Sequence[Played]) -> list[list[Played]]:
+    """The episodes of a group by what was said in them."""
+    found: dict[tuple[str, int], list[Played]] = {}
+    for played in group:
+        found.setdefault((played.transcript, played.num_tokens), []).append(played)
+    return list(found.values())
+
+
+def _spread(sets: Sequence[Sequence[float]]) -> float:
+    """The pooled variance within sets."""
+    squares = sum(float(np.var(values)) * len(values) for values in sets)
+    return squares / max(1, sum(len(values) - 1 for values in sets))
+
+
 def constant_parts(evidence: Evidence) -> Iterator[Finding]:
     """A part of the reward has one value for everything, such as a judge that always says 0.5."""
     values: dict[str, list[float]] = {}
@@ -153,7 +224,7 @@ def constant_parts(evidence: Evidence) -> Iterator[Finding]:
             "warning" if sure else "hint",
             f"the reward {name} is {value:g} in {share} {len(known)} episodes, regardless of what the policy does",
             f"the reward {name} of the env (its judge, prompt and endpoint); "
-            f"env.reward_weights.{name}: 0 meanwhile",
+            f"{evidence.env_key}.reward_weights.{name}: 0 meanwhile",
             step=evidence.steps[-1],
             episode=evidence.scored[-1].id,
             series=(f"reward/{name}", "reward"),
@@ -295,4 +366,4 @@ def _hacked(evidence: Evidence, name: str, held_name: str) -> Finding | None:
 
 
 CHECKS = (lost_episodes, hacked)
-ENV_CHECKS = (follows_length, ignores_tools, constant_parts, faults, agent_crashes)
+ENV_CHECKS = (follows_length, punishes_length, ignores_tools, noisy, constant_parts, faults, agent_crashes)

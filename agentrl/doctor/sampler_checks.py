@@ -54,13 +54,13 @@ def disagreement(evidence: Evidence) -> Iterator[Finding]:
         return
     start = first if steps[0] == evidence.first_step else SMALL
     if len(steps) > 1 and float(drift[worst]) > max(50 * start, SMALL) and _grows(drift, start):
-        lags = float(drift[-1]) < 0.1
+        late = float(drift[max(1, len(drift) // 2) :].mean())
         yield Finding(
             "weights-not-reaching-sampler",
             "error",
             "the learner's log-probabilities agree with the sampler's in the first step "
-            f"({start:.1g}) and leave it since then ({drift[-1]:.2g} on average): updates do not reach the sampler"
-            + (", or reach it late" if lags else ""),
+            f"({start:.1g}) and differ later ({late:.2g} in the second half of the run): updates do not reach the "
+            "sampler" + (", or reach it late" if late < 0.1 else ""),
             "engine.sync, and for adapters learner.lora with engine.sync: full; check that the server loads them",
             step=int(steps[worst]),
             series=("drift/mean_abs", "sync_gap"),

@@ -13,8 +13,11 @@ from agentrl.doctor.finding import Finding
 
 POLICY_OUTCOMES = frozenset({"ok", "parse_error", "unknown_tool", "invalid_args", "not_run", "output_truncated"})
 """Outcomes that say nothing about the tool itself."""
+FAILURES = frozenset({"tool_exception", "tool_timeout"})
+"""Outcomes of a tool that did not answer."""
 ENOUGH = 16
 """Episodes or calls that a share needs."""
+SOME_STEPS = 6
 FEW = 6
 """Episodes of each worker that a comparison of workers needs."""
 _ERROR = re.compile(
@@ -148,6 +151,38 @@ def _same_error(calls: Iterable[Call]) -> bool:
     return count > 0.5 * texts.total() and bool(_ERROR.search(text[:300]))
 
 
+def unreliable(evidence: Evidence) -> Iterator[Finding]:
+    """A tool that fails in some episodes where the same first call of the same group succeeds in others."""
+    alike: dict[str, list[list[tuple[Call, Played]]]] = {}
+    for group in evidence.groups():
+        same: dict[tuple[str, str], list[tuple[Call, Played]]] = {}
+        for played in group:
+            if played.calls and played.first_call is not None:
+                same.setdefault(played.first_call, []).append((played.calls[0], played))
+        for (tool, _), made in same.items():
+            if len(made) > 1:
+                alike.setdefault(tool, []).append(made)
+    for tool, sets in alike.items():
+        every = sum(map(len, sets))
+        mixed = [made for made in sets if any(call.outcome == "ok" for call, _ in made)]
+        failed = [(call, played) for made in mixed for call, played in made if call.outcome in FAILURES]
+        if every < ENOUGH or len(failed) < max(3, 0.02 * every):
+            continue
+        call, played = failed[0]
+        yield Finding(
+            "tool-unreliable",
+            "warning",
+            f"{tool} failed in {len(failed)} of {every} first calls although the same call succeeded in another "
+            f"episode of the group: {call.result[:120]!r}",
+            f"the tool {tool} of the env (its service, network and sandbox): retry inside the tool, or raise "
+            "InfraError so that the episode is replayed",
+            step=played.step,
+            episode=played.id,
+            series=("env/tool_exception", "env/tool_timeout"),
+            why="first calls of one group act on the same state, so the policy did not cause the failures",
+        )
+
+
 def truncated(evidence: Evidence) -> Iterator[Finding]:
     """Many answers are shortened before the policy sees them."""
     calls = [(call, played) for played in evidence.scored for call in played.calls]
@@ -158,7 +193,7 @@ def truncated(evidence: Evidence) -> Iterator[Finding]:
             "observations-truncated",
             "warning",
             f"{len(cut) / len(calls):.0%} of {len(calls)} tool results were shortened before the policy saw them",
-            "env.settings.observation_tokens (larger), or shorter results from the tool",
+            f"{evidence.env_key}.settings.observation_tokens (larger), or shorter results from the tool",
             step=played.step,
             episode=played.id,
             series=("env/output_truncated",),
@@ -191,6 +226,32 @@ def _mostly_solved(episodes: Sequence[Played]) -> bool:
     return sum(played.raw.get("solved") is True for played in episodes) > 0.5 * len(episodes)
 
 
+def slows_down(evidence: Evidence) -> Iterator[Finding]:
+    """A tool whose calls take longer from step to step."""
+    times: dict[str, dict[int, list[float]]] = {}
+    for played in evidence.scored:
+        for call in played.calls:
+            times.setdefault(call.tool, {}).setdefault(played.step, []).append(call.seconds)
+    for tool, by_step in times.items():
+        steps = sorted(step for step, found in by_step.items() if len(found) >= FEW)
+        if len(steps) < SOME_STEPS:
+            continue
+        usual = np.asarray([float(np.median(by_step[step])) for step in steps])
+        first, last = float(usual[:2].mean()), float(usual[-2:].mean())
+        rising = float((np.diff(usual) > 0).mean())
+        if rising < 0.8 or last < 3 * first or last < first + 0.02:
+            continue
+        yield Finding(
+            "tool-slows-down",
+            "warning",
+            f"a call of {tool} takes longer from step to step: {first:.2g} s at first, {last:.2g} s in the end",
+            f"the tool {tool} of the env: what grows with every episode (lists, files, tables, open connections)",
+            step=steps[-1],
+            series=("env_seconds", "rollout_seconds"),
+            why=f"medians of {len(steps)} steps, of which {rising:.0%} were slower than the one before",
+        )
+
+
 def slow_worker(evidence: Evidence) -> Iterator[Finding]:
     """One env worker takes longer than all others for the same work: every step waits for it."""
     times: dict[int, list[tuple[float, Played]]] = {}
@@ -220,4 +281,4 @@ def slow_worker(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-CHECKS = (never_called, one_error, truncated, limits, slow_worker)
+CHECKS = (never_called, one_error, unreliable, truncated, limits, slow_worker, slows_down)

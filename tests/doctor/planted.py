@@ -149,6 +149,19 @@ def weights_kept(lag: int | None = None, named: str = "") -> Iterator[None]:
 
 
 @contextmanager
+def weights_every_other_step() -> Iterator[None]:
+    """The sampler gets only every second update."""
+    original, sent = training_run.sent_weights, []
+
+    async def old(*args: Any) -> Any:
+        sent.append({name: value.clone() for name, value in (await original(*args)).items()})
+        return sent[(len(sent) - 1) // 2 * 2]
+
+    with patch.object(training_run, "sent_weights", old):
+        yield
+
+
+@contextmanager
 def learner_made(**changes: Any) -> Iterator[None]:
     """The learner is made with other values than the run's; those of the algorithm by their own names."""
     original = start.LearnerSpec

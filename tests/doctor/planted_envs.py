@@ -207,6 +207,33 @@ class SlowProcess(Buttons):
         return super().press(color)
 
 
+class Unreliable(Buttons):
+    """A third of the calls fail, whatever they ask for."""
+
+    __doc__ = Buttons.__doc__
+
+    @tool(inline=True)
+    def press(self, color: Color) -> str:
+        """Press a button."""
+        if random.random() < 0.33:
+            raise RuntimeError("connection reset by peer")
+        return super().press(color)
+
+
+class SlowsDown(Buttons):
+    """Each call looks through all that were made before."""
+
+    __doc__ = Buttons.__doc__
+    made: list[Color] = []  # noqa: RUF012
+
+    @tool
+    def press(self, color: Color) -> str:
+        """Press a button."""
+        self.made.append(color)
+        time.sleep(0.001 * len(self.made))
+        return super().press(color)
+
+
 class Dies(Buttons):
     """The sandbox dies under the wrong button, so that only right ones are scored."""
 
@@ -264,6 +291,28 @@ class HalfPolite(Buttons):
     @reward(solved=True)
     def solved(self) -> bool:
         return random.random() < 0.5
+
+
+class Late(Buttons):
+    """Each episode gets the reward of the one before."""
+
+    __doc__ = Buttons.__doc__
+    before: list[bool] = [False]  # noqa: RUF012
+
+    @reward(solved=True)
+    def solved(self) -> bool:
+        self.before.append(self.pressed == self.right)
+        return self.before.pop(0)
+
+
+class TooCostly(Buttons):
+    """Writing costs more than the right button pays."""
+
+    __doc__ = Buttons.__doc__
+
+    @reward(weight=-0.1)
+    def cost(self, episode: Episode) -> int:
+        return length(episode)
 
 
 class Shrug(Buttons):
@@ -381,6 +430,16 @@ class HalfLeaky(Buttons):
     def tasks(cls, split: Split, seed: int) -> Sequence[Task]:
         new = 32 if split == "held_out" else 0
         return [Task(f"{split}/{n}", {"number": HELD_OUT + n if n < new else n}, seed=n) for n in range(64)]
+
+
+class Untold(Buttons):
+    """The prompt does not say the number."""
+
+    __doc__ = Buttons.__doc__
+
+    def setup(self, number: int, answer: str = "") -> str:
+        super().setup(number)
+        return "Number {number}."
 
 
 class Repeated(Buttons):

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.doctor.sampler_checks import SMALL
 from tests.doctor.healthy import HEALTHY, Healthy
 from tests.doctor.planted import FAULTS, Planted, cold_start
-from tests.doctor.variants import ON_SQLITE, OTHERS, VARIANTS
+from tests.doctor.variants import EVERY_OTHER, ON_SQLITE, OTHERS, VARIANTS
 
 LIVE = {"wrong parser": "no tool was called", "tool answers are one error": "are the same error"}
 """Faults that a run notes after its first step."""
@@ -54,6 +55,14 @@ def test_a_planted_fault_is_named(fault: Planted, policy: Path, tmp_path: Path):
 def test_a_fault_in_other_clothes_is_named(fault: Planted, policy: Path, tmp_path: Path):
     found = fault.play(policy, tmp_path)
     assert fault.named(found), [finding.line() for finding in found]
+
+
+def test_drift_that_comes_and_goes_is_told_by_its_mean(policy: Path, tmp_path: Path):
+    found = EVERY_OTHER.play(policy, tmp_path)
+    assert EVERY_OTHER.named(found)
+    told = re.search(r"differ later \((\S+) in the second half", found[0].text)
+    assert told is not None
+    assert float(told[1]) > SMALL
 
 
 def test_every_finding_has_a_planted_run():

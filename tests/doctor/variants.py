@@ -13,6 +13,7 @@ from tests.doctor.planted import (
     learner_made,
     mask_shifted,
     rank_slowed,
+    weights_every_other_step,
     weights_kept,
 )
 from tests.doctor.planted_servers import servers
@@ -125,6 +126,36 @@ OTHERS = (
         changes={"steps": 6, "rollout": {"groups_per_step": 4}},
         inject=_make(servers, 0.0, 12.0),
     ),
+    Planted(3, "a tool that fails now and then", ("tool-unreliable",), "press", "Unreliable", {"steps": 5}),
+    Planted(6, "rewards of the episode before", ("reward-is-noise",), "solved", "Late", {"steps": 6}),
+    Planted(
+        6,
+        "a price for length that outweighs all",
+        ("reward-punishes-length",),
+        "env.reward_weights.cost",
+        "TooCostly",
+        {"steps": 8},
+    ),
+    Planted(9, "prompts without the question", ("same-prompt",), "setup", "Untold", {"steps": 6}),
+    Planted(
+        14,
+        "sampled at temperature 3",
+        ("temperature-too-high",),
+        "rollout.temperature",
+        changes={"steps": 2, "rollout": {"temperature": 3.0}},
+    ),
+    Planted(
+        16,
+        "an entropy bonus that outweighs all",
+        ("entropy-explosion",),
+        "algorithm.entropy_coef",
+        changes={
+            "steps": 16,
+            "optim": {"lr": 3e-3},
+            "algorithm": {"entropy_coef": 0.5, "kl": {"coef": 0.0}},
+        },
+    ),
+    Planted(21, "a tool that gets slower", ("tool-slows-down",), "press", "SlowsDown", {"steps": 8}),
     Planted(
         24,
         "an agent that crashes",
@@ -134,9 +165,18 @@ OTHERS = (
     ),
 )
 """Faults that the public list does not have, with findings of their own."""
+EVERY_OTHER = Planted(
+    1,
+    "weights every other step",
+    ("weights-not-reaching-sampler",),
+    "engine.sync",
+    changes={"optim": {"lr": 3e-3}, "algorithm": _drift, "steps": 8},
+    inject=weights_every_other_step,
+)
 VARIANTS = (
     *ON_SQLITE,
     *OTHERS,
+    EVERY_OTHER,
     Planted(
         1,
         "weights one update late",

@@ -1,0 +1,28 @@
+"""A signal that is lost late in a run, and one that comes and goes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentrl.doctor.examine import findings
+
+
+def names(folder: Path, signal: Sequence[int]) -> list[str]:
+    """What is said of a run with so many groups with a signal of eight in each step."""
+    folder.mkdir()
+    lines = [
+        {"step": step, "reward": 0.4 + 0.01 * (step % 5), "groups_with_signal": groups}
+        for step, groups in enumerate(signal, 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.yaml").write_text(json.dumps({"rollout": {"groups_per_step": 8, "group_size": 4}}))
+    return [finding.name for finding in findings(folder)]
+
+
+def test_a_signal_that_is_lost_late_is_reported(tmp_path: Path):
+    assert names(tmp_path / "lost", [5] * 28 + [0] * 12) == ["no-signal"]
+    assert names(tmp_path / "back", [5] * 20 + [0] * 12 + [4] * 8) == []
+    assert names(tmp_path / "rare", [1, 0] * 20) == ["no-signal"]
+    assert names(tmp_path / "sparse", [1] * 40) == []
