@@ -285,7 +285,7 @@ def lost_episodes(evidence: Evidence) -> Iterator[Finding]:
             "redraws-favor-failures",
             "error",
             text,
-            "the env and sandbox whose failures are drawn again (sandbox.on_death: score), "
+            'the env and sandbox whose failures are drawn again (Sandbox(on_death="score") in the env), '
             "rollout.redrawn_stop_above",
             step=evidence.steps[-1] if evidence.steps else 0,
             series=("infra_failures",),
@@ -322,7 +322,7 @@ def _bad_are_lost(evidence: Evidence) -> Iterator[Finding]:
             "error",
             f"{len(hit)} lost episodes had made calls that depend on the policy: siblings with that call {how}; "
             "the run trains on the survivors",
-            "the env and sandbox whose failures are drawn again (sandbox.on_death: score), "
+            'the env and sandbox whose failures are drawn again (Sandbox(on_death="score") in the env), '
             "rollout.redrawn_stop_above",
             step=hit[0].step,
             episode=hit[0].id,

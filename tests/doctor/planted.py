@@ -396,7 +396,7 @@ FAULTS: tuple[Planted, ...] = (
         22,
         "redraws that favor failures",
         ("redraws-favor-failures",),
-        "sandbox.on_death",
+        'Sandbox(on_death="score")',
         "Dies",
         changes={"steps": 6, "rollout": {"redrawn_stop_above": None, "infra_retries": 20}},
     ),

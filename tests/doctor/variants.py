@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.doctor.planted import (
     BASE,
+    ENVS,
     Planted,
     call_not_read,
     learner_made,
@@ -135,6 +136,17 @@ OTHERS = (
         "env.reward_weights.cost",
         "TooCostly",
         {"steps": 8},
+    ),
+    Planted(
+        7,
+        "a judge of one of two envs",
+        ("reward-part-constant",),
+        "envs.Shrug.reward_weights.judge: 0",
+        changes={
+            "env": None,
+            "envs": {name: {"use": f"{ENVS}:{name}"} for name in ("Buttons", "Shrug")},
+            "rollout": {"groups_per_step": 12},
+        },
     ),
     Planted(9, "prompts without the question", ("same-prompt",), "setup", "Untold", {"steps": 6}),
     Planted(
