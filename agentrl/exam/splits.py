@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 from agentrl.env.play import Policy
@@ -68,8 +69,8 @@ async def examine_openings(
 
     This finds tasks whose rows only name an entry of a data set.
     """
-    known = {opening_of(p): p.task for p in reversed(train) if opening_of(p)}
-    pairs = [(known[opening_of(p)], p.task) for p in held_out if opening_of(p) in known]
+    known = {question: p.task for p in reversed(train) if (question := _question(p))}
+    pairs = [(known[question], p.task) for p in held_out if (question := _question(p)) in known]
     if len(known) < 2 or not pairs or result.of("splits"):
         return
     tried, same = pairs[:NUM_PLAYED], []
@@ -90,6 +91,11 @@ async def examine_openings(
         result.add("splits", level, text, [asked.id for _, asked in same])
 
 
+def _question(played: ExamEpisode) -> str:
+    """The opening without case, spaces and punctuation, which do not make another task of it."""
+    return " ".join(re.findall(r"\w+|[^\w\s.,;:!?]", opening_of(played).casefold()))
+
+
 def _compared(tasks: Sequence[Task]) -> Sequence[Task]:
     return choose(tasks, NUM_GENERATED) if is_generated(tasks) else tasks
 
@@ -103,8 +109,8 @@ def _key(task: Task) -> int:
 async def _same_task(arena: Arena, trained: Task, held_out: Task, oracle: Callable[[Task], Policy] | None) -> bool:
     """Whether prompt and answer are equal."""
     idle = [await arena.one("null", task, saying(""), keep=False) for task in (trained, held_out)]
-    opening = opening_of(idle[0])
-    if not opening or opening != opening_of(idle[1]):
+    question = _question(idle[0])
+    if not question or question != _question(idle[1]):
         return False
     if oracle is None:
         answers = list(row_answers(held_out.row))

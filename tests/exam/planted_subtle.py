@@ -291,7 +291,19 @@ class ExactFloats(Sums):
         return ScriptedPolicy([str(task.row["a"] / 10 + task.row["b"] / 10)])
 
 
+class AlmostHeldOut(TwinsAmongMany):
+    """The held-out questions are training questions in other spelling."""
+
+    @classmethod
+    def tasks(cls, split="train", seed=0):
+        rows = cls.rows("train")[:24]
+        if split != "train":
+            rows = [row | {"question": row["question"].lower().replace("?", " ?")} for row in rows]
+        return [Task(f"{split}-{i}", row) for i, row in enumerate(rows)]
+
+
 FAULTS = {
+    AlmostHeldOut: ("splits",),
     OneClass: ("search",),
     NumberTool: ("search",),
     BeginningPays: ("search",),
