@@ -242,17 +242,17 @@ VARIANTS = (
     ),
     Planted(
         13,
-        "learning rate x5, all lost at once",
+        "learning rate x10, all lost at once",
         ("learning-rate-too-high",),
         "optim.lr",
-        changes={"steps": 8, "optim": {"lr": 5e-3}, "algorithm": {"kl": {"coef": 0.001}}},
+        changes={"steps": 8, "optim": {"lr": 1e-2}, "algorithm": {"kl": {"coef": 0.001}}},
     ),
     Planted(
         13,
-        "learning rate x5 without KL",
+        "learning rate x10 without KL",
         ("learning-rate-too-high",),
         "optim.lr",
-        changes={"steps": 8, "optim": {"lr": 5e-3}, "algorithm": {"kl": {"coef": 0.0}}},
+        changes={"steps": 8, "optim": {"lr": 1e-2}, "algorithm": {"kl": {"coef": 0.0}}},
     ),
     Planted(
         13,
