@@ -13,6 +13,7 @@ from agentrl.exam.examinee import Examinee
 from agentrl.exam.floors import opening_of
 from agentrl.exam.leaks import Answer, is_answer_column
 from agentrl.exam.marks import ExamResult, Level
+from agentrl.exam.repeats import ORACLE_TURNS
 from agentrl.exam.strategies import random_policy, saying
 from agentrl.types import Task
 
@@ -114,7 +115,7 @@ async def _ambiguous(
 ) -> bool:
     if oracle is not None:
         of_a: MakePolicy = lambda env, task: oracle(a.task)  # noqa: E731
-        crossed = await arena.one("the oracle of an equal prompt", b.task, of_a)
+        crossed = await arena.one("the oracle of an equal prompt", b.task, of_a, max_turns=ORACLE_TURNS)
         if crossed.episode is None or a.episode is None or b.episode is None:
             return False
         if crossed.reward >= b.reward - 1e-6 and crossed.episode.solved == b.episode.solved:

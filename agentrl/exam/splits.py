@@ -12,6 +12,7 @@ from agentrl.exam.examinee import choose
 from agentrl.exam.floors import opening_of
 from agentrl.exam.leaks import row_answers
 from agentrl.exam.marks import ExamResult, Level
+from agentrl.exam.repeats import ORACLE_TURNS
 from agentrl.exam.row_checks import NAMING
 from agentrl.exam.strategies import saying
 from agentrl.types import Task
@@ -123,8 +124,8 @@ async def _same_task(arena: Arena, trained: Task, held_out: Task, oracle: Callab
 async def _oracle_solves(arena: Arena, known: Task, asked: Task, oracle: Callable[[Task], Policy]) -> bool:
     """Whether the oracle of one task earns the same on another task as that task's own oracle."""
     answering: MakePolicy = lambda env, task: oracle(known)  # noqa: E731
-    crossed = await arena.one("the oracle of an equal task", asked, answering, keep=False)
-    own = await arena.one("oracle", asked, lambda env, task: oracle(task), keep=False)
+    crossed = await arena.one("the oracle of an equal task", asked, answering, max_turns=ORACLE_TURNS, keep=False)
+    own = await arena.one("oracle", asked, lambda env, task: oracle(task), max_turns=ORACLE_TURNS, keep=False)
     if crossed.episode is None or own.episode is None:
         return False
     return crossed.reward >= own.reward - 1e-6 and crossed.episode.solved == own.episode.solved

@@ -133,6 +133,12 @@ def test_a_shipped_env_passes(use, monkeypatch, fresh):
     assert result.oracle
 
 
+@pytest.mark.timeout(120)
+def test_games_with_the_same_start_may_take_many_turns():
+    result = exam("agentrl.envs.gym_text:Taxi", processes=False)
+    assert result.of("rows") == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_bad_label_of_bfcl_is_found(fresh):
