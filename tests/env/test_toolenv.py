@@ -604,6 +604,25 @@ def test_a_tool_or_reward_that_is_no_plain_method_is_not_left_out_silently(kind,
             toolbox_tools(box())
 
 
+def _two(self) -> int:
+    return 2
+
+
+@pytest.mark.parametrize(
+    ("made", "what"),
+    [
+        (reward(functools.cache(_two)), "reward"),
+        (functools.lru_cache(reward(lambda self: 2)), "reward"),
+        (reward(functools.partialmethod(_two)), "reward"),
+        (tool(functools.cache(_two)), "tool"),
+    ],
+)
+def test_a_cached_or_partial_method_is_not_left_out_silently(made, what):
+    env = type("Odd", (ToolEnv,), {"go": made, "other": reward(lambda self: 1)})
+    with pytest.raises(ConfigError, match=rf"Odd\.go: a \S+ cannot be a {what}"):
+        env.spec()
+
+
 @pytest.mark.parametrize(
     ("members", "said"),
     [

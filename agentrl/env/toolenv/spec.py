@@ -288,14 +288,24 @@ def reserve_names(cls: type) -> None:
 
 
 def _members(cls: type) -> dict[str, Any]:
-    """Functions of the class and its bases by name; the most derived one wins, at the first position."""
+    """Functions of the class and its bases by name; the most derived one wins, at the first position.
+
+    Raises:
+        ConfigError: a tool or reward is another object, such as a cached function or a `partialmethod`.
+    """
     found: dict[str, object] = {}
     for base in reversed(cls.__mro__):
         for name, value in vars(base).items():
             if inspect.isfunction(value):
                 found[name] = value
-            else:
-                found.pop(name, None)
+                continue
+            found.pop(name, None)
+            for kind, mark, declared in (("tool", TOOL_MARK, ToolMark), ("reward", REWARD_MARK, RewardMark)):
+                if isinstance(getattr(value, mark, None), declared):
+                    raise ConfigError(
+                        f"{place_of(value, base, name)}: a {type(value).__name__} cannot be a {kind}; write "
+                        "a plain method that takes self and calls the cached or wrapped function"
+                    )
     return found
 
 
