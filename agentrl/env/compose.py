@@ -34,11 +34,13 @@ from agentrl.env.toolenv.json_schema import shorten
 from agentrl.env.toolenv.observe import error_text
 from agentrl.env.toolenv.rewards import Rewards, read_parts
 from agentrl.env.toolenv.spec import MethodTool, RewardSpec, tool_from
+from agentrl.env.toolenv.threads import name_of
 from agentrl.env.verl import (
     SCORE_ARGUMENTS,
     VerlTool,
     VerlToolEntry,
     accepted,
+    column,
     is_compute_score,
     score_arguments,
     verl_names,
@@ -98,7 +100,9 @@ class ComposedEnv(ToolEnv):
 
     async def setup(self, prompt: str | list[dict[str, object]], **row: Any) -> str | list[Message]:
         """Open with the row's prompt; verl-style tools are created with the row's `extra_info.tools_kwargs`."""
-        extra: Mapping[str, Any] = row.get("extra_info") or {}
+        extra = column(self.task, "extra_info")
+        if any(map(is_compute_score, self._rewards.values())):
+            column(self.task, "reward_model")  # the policy should not play a row that cannot be scored
         selected = extra.get("tool_selection")
         if selected is not None:
             known = self._bound()
@@ -186,9 +190,15 @@ class ComposedEnv(ToolEnv):
         return BY_NAME
 
     def check_weights(self) -> None:
-        """Raises ConfigError when a weight of the run names no reward."""
-        known = [*self._rewards, *[t.name for t in self._verl if t.judges]]
+        """Raises ConfigError when a weight of the run names no reward, or two."""
+        of_tools = [t.name for t in self._verl if t.judges]
+        known = [*self._rewards, *of_tools]
         for name in self.settings.reward_weights:
+            if name in self._rewards and name in of_tools:
+                raise ConfigError(
+                    f"env.reward_weights.{name}: a reward and a tool with `calc_reward` have this name; give the "
+                    "reward another one, in a mapping of names to functions"
+                )
             if name.split("/")[0] not in known:
                 hint = did_you_mean(name, known, otherwise=f"the rewards are: {', '.join(known) or 'none'}")
                 raise ConfigError(f"env.reward_weights.{name}: the env has no such reward; {hint}")
@@ -277,6 +287,8 @@ def _load_rewards(
             function = load_object(use, base=base) if isinstance(use, str) else use
         if not callable(function):
             raise ConfigError(f"reward {name!r}: {use!r} is not a function")
+        if "/" in name:
+            raise ConfigError(f"reward {name!r}: a name must not contain `/`, which precedes the name of a part")
         if unknown := [key for key in options if not _takes(function, key)]:
             raise ConfigError(f"reward {name!r}: options: {use!r} has no argument {unknown[0]!r}")
         function = functools.partial(function, **options) if options else function
@@ -301,8 +313,8 @@ def _can_be_called(function: Callable[..., object]) -> bool:
 
 
 def _reward_name(item: object) -> str:
-    use = item.get("use") if isinstance(item, Mapping) else item
-    return use.rpartition(":")[2] if isinstance(use, str) else str(getattr(use, "__name__", use))
+    use: Any = item.get("use") if isinstance(item, Mapping) else item
+    return use.rpartition(":")[2] if isinstance(use, str) else name_of(use)
 
 
 def _takes(function: Callable[..., object], name: str) -> bool:

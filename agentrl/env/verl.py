@@ -24,11 +24,12 @@ from uuid import uuid4
 
 from agentrl.env.toolenv.declare import ToolResult, tool
 from agentrl.env.toolenv.dispatch import call_function
+from agentrl.env.toolenv.json_schema import shorten
 from agentrl.env.toolenv.jsonschema import check_arguments
 from agentrl.env.toolenv.observe import plain_text
 from agentrl.errors import ConfigError
 from agentrl.importing import load_object
-from agentrl.types import Episode, Image, Message, Segment
+from agentrl.types import Episode, Image, Message, Segment, Task
 
 
 class ToolResponse:
@@ -274,9 +275,18 @@ SCORE_ARGUMENTS = {"data_source", "solution_str", "ground_truth", "extra_info"}
 
 
 def is_compute_score(function: Callable[..., object]) -> bool:
-    """Whether `function` takes verl's `(data_source, solution_str, ground_truth, extra_info)`, or some of them."""
-    names = inspect.signature(function).parameters
-    return "solution_str" in names and "ground_truth" in names
+    """Whether `function` takes verl's `solution_str`, alone or with the other `SCORE_ARGUMENTS`."""
+    return "solution_str" in inspect.signature(function).parameters
+
+
+def column(task: Task, name: str) -> Mapping[str, Any]:
+    """A column of verl's rows, which is a mapping; empty if absent. Raises ConfigError for any other value."""
+    value = task.row.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"task {task.id!r}: the column {name!r} must be a mapping, as verl writes it, got {shorten(value)}"
+        )
+    return value
 
 
 def score_arguments(
@@ -284,13 +294,13 @@ def score_arguments(
 ) -> dict[str, object]:
     """The arguments of `compute_score`; see `solution_text` for `solution_str`."""
     row = episode.task.row
-    extra = dict(row.get("extra_info") or {})
+    extra = dict(column(episode.task, "extra_info"))
     extra["num_turns"] = 1 + len(episode.turns) + sum(bool(turn.observation) for turn in episode.turns)
     extra["tool_rewards"] = [value for tool in tools for value in tool.rewards]
     return {
         "data_source": row.get("data_source", ""),
         "solution_str": solution_text(episode, decode),
-        "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
+        "ground_truth": column(episode.task, "reward_model").get("ground_truth"),
         "extra_info": extra,
     }
 

@@ -1,4 +1,5 @@
 import asyncio
+import functools
 import json
 import os
 import socket
@@ -287,6 +288,40 @@ async def test_broken_rewards_and_unknown_weights_are_refused(file):
     env.settings = ToolSettings(reward_weights={"brokn": 1.0})
     with pytest.raises(ConfigError, match="has no such reward; did you mean 'broken'"):
         await env.reset(Task("t", {"prompt": "x"}))
+
+
+async def test_a_score_that_only_takes_the_solution_is_not_given_the_row():
+    def mentions(solution_str, **kwargs):
+        return "42" in solution_str
+
+    row = {"prompt": "What is 6 * 7?", "answer": "42"}
+    for said, value in (("41", 0.0), ("42", 1.0)):
+        episode = await play(ComposedEnv(reward=mentions), Task("t", row), ScriptedPolicy([said]))
+        assert episode.rewards == {"mentions": value}
+
+
+@pytest.mark.parametrize("column", ["reward_model", "extra_info"])
+async def test_a_column_of_verls_that_is_no_mapping_is_the_users(file, column):
+    env = ComposedEnv(reward=f"{file}:compute_score")
+    with pytest.raises(ConfigError, match=f"task 't': the column '{column}' must be a mapping.* got 'rule'"):
+        await env.reset(Task("t", {"prompt": "x", column: "rule"}))
+    await env.close()
+
+
+async def test_two_rewards_of_a_composition_never_share_a_name(file):
+    with pytest.raises(ConfigError, match="reward 'a/b': a name must not contain `/`"):
+        ComposedEnv(reward={"a": f"{file}:parts", "a/b": f"{file}:half"})
+    env = verl_env(file, reward={"count": f"{file}:half"})
+    assert (await play(env, Task("t", ROW), ScriptedPolicy(["done"]))).rewards == {"count": 0.5}
+    with pytest.raises(ConfigError, match=r"env\.reward_weights\.count: a reward and a tool with `calc_reward`"):
+        env.configure({}, {"count": 0.5})
+
+
+def test_a_partial_reward_has_the_name_of_its_function():
+    def bonus(episode, by):
+        return by
+
+    assert ComposedEnv(reward=functools.partial(bonus, by=2)).rewards_of_record() == ["bonus"]
 
 
 SERVER = Path(__file__).with_name("mcp_server.py")
