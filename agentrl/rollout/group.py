@@ -11,6 +11,7 @@ from typing import Protocol
 from agentrl.env.env import Env
 from agentrl.env.toolenv.asked import asking
 from agentrl.env.toolenv.dispatch import no_exit
+from agentrl.env.toolenv.json_schema import shorten
 from agentrl.env.toolenv.observe import error_text
 from agentrl.errors import AgentRLError, InfraError, JudgeError, RewardError, first_error, traceback_of
 from agentrl.rollout.lifecycle import EpisodeStatus, check_clock, close_env, finite, is_ours, raised
@@ -202,7 +203,7 @@ async def with_group_rewards(env: Env, episodes: Sequence[Episode], timeout_s: f
         if e.stop_reason in (StopReason.SANDBOX_BROKEN, StopReason.FAULT)  # its reward is fixed
         else replace(
             e,
-            rewards={**e.rewards, **parts},
+            rewards={**e.rewards, **{name: e.rewards.get(name, 0.0) + part for name, part in parts.items()}},
             reward=(e.reward or 0.0) + sum(parts.values()),
             faults={**e.faults, **faults},
         )
@@ -235,6 +236,11 @@ async def _group_rewards(
                 raise
             said = f"took longer than {timeout_s:g} s" if clock.expired() else f"raised {error_text(cause)}"
             faults["score_group"] = f"{where} {said}\n{traceback_of(cause)}"
+    if not isinstance(found, Sequence):
+        faults["score_group"] = (
+            f"{where} returned {shorten(found)}; return a list of mappings, one for each episode"
+        )
+        return [{} for _ in episodes]
     if len(found) != len(episodes):
         if not faults:
             faults["score_group"] = f"{where} returned {len(found)} mappings for {len(episodes)} episodes"

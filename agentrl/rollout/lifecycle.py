@@ -456,7 +456,10 @@ async def _ask_hint(env: Env, episode: OpenEpisode, timeout_s: float) -> None:
 
 
 def finite(rewards: Mapping[str, float], where: str, faults: dict[str, str]) -> dict[str, float]:
-    """The rewards with 0 for what is not a finite number, which becomes a fault."""
+    """The rewards with 0 for what is not a finite number, which becomes a fault; anything but a mapping is one."""
+    if not isinstance(rewards, Mapping) or not all(isinstance(name, str) for name in rewards):
+        faults["score"] = f"the rewards of {where} are {shorten(rewards)}: return a mapping of names to numbers"
+        return {}
     found = {name: _number(value) for name, value in rewards.items()}
     for name, number in found.items():
         if number is None:

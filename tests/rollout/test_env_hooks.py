@@ -232,6 +232,43 @@ async def test_a_number_that_cannot_be_averaged_is_a_fault(renderer: Renderer, m
     assert "odd" not in episode.metrics
 
 
+@pytest.mark.parametrize("value", [None, 1.0, [1.0], {1: 1.0}])
+async def test_rewards_that_are_no_mapping_are_a_fault_with_their_place(renderer: Renderer, value: Any):
+    class Odd(Plain):
+        async def score(self, episode: Episode) -> Mapping[str, float]:
+            return value
+
+        async def score_group(self, episodes: Sequence[Episode]) -> Sequence[Mapping[str, float]]:
+            return [{"rank": 1.0} for _ in episodes]
+
+    (episode,) = (await GroupPlayer(player(renderer, Odd), 1, 0).play(Task("t"), "s", 0)).episodes
+    assert (episode.error, episode.reward, episode.rewards) == (None, 1.0, {"rank": 1.0})
+    assert "the rewards of Odd are" in episode.faults["score"]
+
+
+@pytest.mark.parametrize("value", [None, 1.0, [1.0], [None]])
+async def test_group_rewards_that_are_no_mappings_are_a_fault(renderer: Renderer, value: Any):
+    class Odd(Plain):
+        async def score_group(self, episodes: Sequence[Episode]) -> Sequence[Mapping[str, float]]:
+            return value
+
+    (episode,) = (await GroupPlayer(player(renderer, Odd), 1, 0).play(Task("t"), "s", 0)).episodes
+    assert episode.reward == sum(episode.rewards.values())
+    assert any("Odd.score_group" in fault for fault in episode.faults.values())
+
+
+async def test_a_group_reward_with_the_name_of_an_episode_reward_is_added_to_it(renderer: Renderer):
+    class Same(Plain):
+        async def score(self, episode: Episode) -> Mapping[str, float]:
+            return {"rank": 1.0}
+
+        async def score_group(self, episodes: Sequence[Episode]) -> Sequence[Mapping[str, float]]:
+            return [{"rank": 2.0} for _ in episodes]
+
+    (episode,) = (await GroupPlayer(player(renderer, Same), 1, 0).play(Task("t"), "s", 0)).episodes
+    assert (episode.reward, episode.rewards) == (3.0, {"rank": 3.0})
+
+
 @pytest.mark.parametrize("value", [True, np.bool_(True), np.float32(1), np.int64(1), Fraction(1), Decimal(1)])
 async def test_any_finite_number_is_a_reward(renderer: Renderer, value: Any):
     class Odd(Plain):
