@@ -153,7 +153,7 @@ def load_rows(
     Args:
         source: a file, or what `data_files` takes.
         env: the env whose `setup` takes the rows.
-        seed: seed of the first row; it increases by one per row.
+        seed: the n-th row, over all files, has the seed `seed + n`.
         columns: maps arguments of `setup` to column names if they differ.
         split: selects files of a folder or dataset.
 
@@ -171,7 +171,7 @@ def load_rows(
             row = _renamed(given, columns or {}, f"{path}:{number}")
             if problem := env.row_problem(row):
                 raise ConfigError(f"{path}:{number}: {problem}")
-            tasks.append(Task(f"{names[path]}-{number}", row, seed + before + number))
+            tasks.append(Task(f"{names[path]}-{number}", row, seed + len(tasks) + 1))
         if len(tasks) == before:
             raise ConfigError(f"{path}: no rows")
     return tasks

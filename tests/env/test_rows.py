@@ -50,6 +50,13 @@ def test_lists_and_patterns_mix_all_kinds(folder):
     assert [count_rows(path) for path in data_files(spec)] == [2, 2, 1]
 
 
+def test_blank_lines_do_not_shift_the_seeds_of_later_files(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n\n{"text": "b"}\n')
+    (tmp_path / "b.jsonl").write_text('{"text": "c"}\n{"text": "d"}\n')
+    tasks = load_rows([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")], Echo, seed=5)
+    assert [(task.id, task.seed) for task in tasks] == [("a-1", 6), ("a-4", 7), ("b-1", 8), ("b-2", 9)]
+
+
 def test_a_file_is_read_once_and_equal_names_are_told_apart(folder):
     (folder / "more" / "lines.jsonl").write_text('{"text": "z"}')
     found = data_files([str(folder / "lines.jsonl"), str(folder / "**/lines.jsonl")])
