@@ -60,10 +60,13 @@ def save_feed(admission: Admission, folder: Path) -> None:
     (folder / SAMPLER_FILE).write_text(json.dumps(admission.state()))
 
 
-def load_feed(admission: Admission, folder: Path) -> None:
+def load_feed(admission: Admission, folder: Path) -> list[str]:
     """Resume from the state of `save_feed`.
 
     A checkpoint that has no such file was written by a version that took the tasks in order.
+
+    Returns:
+        Notes: envs with another number of tasks than in the checkpoint, which changes their order.
 
     Raises:
         CheckpointError: the file is damaged, or missing although the order is not sequential.
@@ -73,10 +76,30 @@ def load_feed(admission: Admission, folder: Path) -> None:
     if not file.exists() and isinstance(sampler, TaskSampler) and sampler.order == "sequential":
         done = (admission.next_step - 1) * admission.groups_per_step
         admission.restore({"drawn": done, "results": {}})
-        return
+        return []
     try:
-        admission.restore(json.loads(file.read_text()))
+        state = json.loads(file.read_text())
+        admission.restore(state)
+        if isinstance(sampler, MixedSampler):
+            saved = {name: state["envs"][name]["sampler"] for name in sampler.samplers}
+            return [note for name, each in sampler.samplers.items() for note in _resized(name, each, saved[name])]
+        return _resized("", sampler, state) if isinstance(sampler, TaskSampler) else []
     except OSError as e:
         raise CheckpointError(f"{file}: cannot read where the tasks stood: {e.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{file}: damaged: {e}") from None
+
+
+def _resized(name: str, sampler: TaskSampler, saved: Mapping[str, int]) -> list[str]:
+    """A note if the number of tasks differs from that in a saved state."""
+    now = len(sampler.tasks)
+    before = saved.get("size", now)
+    if before == now:
+        return []
+    where = f"envs.{name}: " if name else ""
+    effect = (
+        "solve rates of tasks are measured from scratch"
+        if sampler.rated
+        else "their order changes, so this pass may repeat or skip some"
+    )
+    return [f"{where}{now:,} training tasks, {before:,} when the checkpoint was saved: {effect}"]

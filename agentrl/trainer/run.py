@@ -273,8 +273,8 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     reporter.within("measuring prompts")
     content = await unless_stopped(stopping, fitting(content, config, renderer, engine.max_context, reporter))
     admission = make_admission(config, {k: part.train_tasks for k, part in content.by_env.items()}, done=done)
-    if checkpoint:
-        load_feed(admission, checkpoint.path)
+    for note in load_feed(admission, checkpoint.path) if checkpoint else ():
+        reporter.note(note)
     lora = config.learner.lora
     if checkpoint or (lora is not None and lora.adapter is not None):  # the engine loaded `start`, without this
         await engine.update_weights(await sent_weights(config, learner), version=done)

@@ -80,6 +80,26 @@ def test_a_damaged_or_missing_state_is_named(tmp_path: Path):
             load_feed(feed(), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("order", "effect"),
+    [("sequential", "repeat or skip"), ("shuffled", "repeat or skip"), ("weighted", "measured from scratch")],
+)
+def test_another_number_of_tasks_is_noted(tmp_path: Path, order: str, effect: str):
+    save_feed(feed(order), tmp_path)
+    assert load_feed(feed(order), tmp_path) == []
+    wanted = config(rollout={"groups_per_step": 4}, data={"sampler": {"order": order}}, seed=3)
+    (note,) = load_feed(make_admission(wanted, TASKS[:7]), tmp_path)
+    assert note.startswith("7 training tasks, 10 when the checkpoint was saved: ")
+    assert effect in note
+
+
+def test_an_env_with_another_number_of_tasks_is_named(tmp_path: Path):
+    envs = {"envs": {name: {"use": "a:B"} for name in ("math", "sql")}, "env": None}
+    save_feed(make_admission(config(**envs), {"math": TASKS, "sql": TASKS}), tmp_path)
+    (note,) = load_feed(make_admission(config(**envs), {"math": TASKS, "sql": TASKS[:9]}), tmp_path)
+    assert note.startswith("envs.sql: 9 training tasks, 10 when")
+
+
 def test_a_checkpoint_without_a_state_goes_on_in_order(tmp_path: Path):
     source = feed(done=2)
     load_feed(source, tmp_path)
