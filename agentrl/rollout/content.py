@@ -142,16 +142,21 @@ def require_solved(content: Content, what: str) -> None:
             raise ConfigError(f"{what} has to know when an episode of {name} is solved: {NOT_DECLARED}")
 
 
-async def require_endpoints(
-    content: Content, reward_model: RewardModelConfig | None = None, teachers: Iterable[TeacherConfig] = ()
-) -> None:
-    """Raises InfraError if nothing accepts connections at a URL that an env or one of the models needs."""
+async def require_teachers(teachers: Iterable[TeacherConfig]) -> None:
+    """Raises InfraError if nothing accepts connections at the URL of a teacher."""
     for teacher in teachers:
         if teacher.url and (why := await unreachable(teacher.url)):
             raise InfraError(
                 f"{teacher.place}.url {teacher.address}: nothing accepts connections there ({why}); start the "
                 "server, or correct the address"
             )
+
+
+async def require_endpoints(
+    content: Content, reward_model: RewardModelConfig | None = None, teachers: Iterable[TeacherConfig] = ()
+) -> None:
+    """Raises InfraError if nothing accepts connections at a URL that an env or one of the models needs."""
+    await require_teachers(teachers)
     if reward_model is not None and reward_model.url and (why := await unreachable(reward_model.url)):
         raise JudgeError(
             f"reward_model.url {reward_model.address}: nothing accepts connections there ({why}); start the "

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from agentrl.errors import CheckpointError
 from agentrl.learner.learner import Learner
+from agentrl.rollout.content import require_teachers
 from agentrl.rollout.renderer import load_renderer
 from agentrl.run_folder.checkpoints import steps_saved, verify
 from agentrl.run_folder.earlier_configs import config_at, ends
@@ -76,6 +77,7 @@ def replay(run: Path, step: int) -> Replay:
     Raises:
         CheckpointError: the run does not have that step, its episodes or checkpoints are damaged, or its model is
             gone.
+        InfraError: nothing accepts connections at the URL of a teacher.
     """
     last = max((int(line["step"]) for line in read_metrics(run)), default=0)
     if not 1 <= step <= last:
@@ -101,6 +103,7 @@ async def _replay(run: Path, step: int) -> Replay:
         bounds = [first, *(end for end in ends(run) if first < end < step), step]
         for begin, end in pairwise(bounds):
             config = config_at(run, end)
+            await require_teachers(config.teachers_on_servers.values())
             learner = await make_learner(config, policy, start)
             try:
                 reads = config.teacher is not None and config.teacher.hint != "none"

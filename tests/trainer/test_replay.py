@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from agentrl.cli.app import app
-from agentrl.errors import CheckpointError
+from agentrl.errors import CheckpointError, InfraError
 from agentrl.run_folder.checkpoints import _seal
 from agentrl.run_folder.records import compress, episodes_file, read_metrics, read_records
 from agentrl.trainer.replay import groups_of, replay
@@ -224,3 +224,11 @@ def test_what_cannot_be_replayed_says_why():
     told = CliRunner().invoke(app, ["replay", "r"])
     assert told.exit_code == 0
     assert told.stdout.splitlines()[-1] == "equal"
+
+
+def test_a_teacher_that_is_down_ends_a_replay_at_once():
+    run(settings(algorithm={"kl": {"coef": 0.01}}), "r")
+    config, teacher = Path("r/config.yaml"), "\nteacher: {url: 'http://127.0.0.1:9/v1', model: t}\n"
+    config.write_text(config.read_text().replace("\nteacher: null\n", teacher))
+    with pytest.raises(InfraError, match=r"teacher\.url http://127.0.0.1:9/v1: nothing accepts connections"):
+        replay(Path("r"), 2)
