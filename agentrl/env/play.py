@@ -12,6 +12,7 @@ from typing import Any
 
 from agentrl.env.env import Env
 from agentrl.env.stand_in import with_stand_in
+from agentrl.env.tasks import with_own_row
 from agentrl.env.toolenv.observe import plain_text
 from agentrl.errors import RewardError
 from agentrl.types import HINT_FAULT, Episode, Message, StopReason, Task, ToolCall, ToolSchema, Turn
@@ -183,7 +184,7 @@ async def play(
         unscored = Episode(
             episode_id or task.id, task, tuple(messages), tuple(turns), (), stop, None, {}, metrics, tools=tools
         )
-        rewards = await env.score(unscored)
+        rewards = await env.score(with_own_row(unscored))
         total = sum(t.reward for t in turns) + sum(rewards.values())
         played = replace(
             unscored,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
-from agentrl.types import Task
+from agentrl.types import Episode, Task
 
 Split = Literal["train", "held_out"]
 
@@ -66,3 +67,15 @@ def generated(
         return Task(f"{name}-{split}-{seed}-{index}", row(rng), task_seed)
 
     return GeneratedTasks(make, size)
+
+
+def with_own_row(episode: Episode) -> Episode:
+    """The episode with a copy of its task's row, for code that may change it: other episodes have the same task.
+
+    A row that cannot be copied is shared.
+    """
+    try:
+        row = {name: copy.deepcopy(value) for name, value in episode.task.row.items()}
+    except Exception:  # whatever the copying of the user's values raises
+        return episode
+    return replace(episode, task=replace(episode.task, row=row))

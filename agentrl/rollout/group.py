@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from agentrl.env.env import Env
+from agentrl.env.tasks import with_own_row
 from agentrl.env.toolenv.asked import asking
 from agentrl.env.toolenv.dispatch import no_exit
 from agentrl.env.toolenv.json_schema import shorten
@@ -220,7 +221,7 @@ async def _group_rewards(
     with asking() as asked:
         try:
             async with asyncio.timeout(timeout_s) as clock:
-                answered = await no_exit(env.score_group(episodes))
+                answered = await no_exit(env.score_group([with_own_row(episode) for episode in episodes]))
                 check_clock(clock)
             found = answered
         except RewardError as e:

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from agentrl.clean import clean_message, clean_text
-from agentrl.env.env import Env
+from agentrl.env.env import Env, StepInfo
+from agentrl.env.tasks import with_own_row
 from agentrl.env.toolenv.asked import asking
 from agentrl.env.toolenv.dispatch import no_exit, wrapping_exits
 from agentrl.env.toolenv.json_schema import shorten
@@ -350,7 +351,7 @@ async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -
     """
     began = time.monotonic()
     try:
-        observed, reward, terminated, truncated, info = await no_exit(env.step(turn.message))
+        observed, reward, terminated, truncated, info = _answer(await no_exit(env.step(turn.message)))
     except Exception as e:
         check_clock(episode.clock)
         cause = raised(e)
@@ -388,6 +389,17 @@ async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -
     return observed
 
 
+def _answer(found: Any) -> tuple[Sequence[Message], float, bool, bool, StepInfo]:
+    """What a step returned. Raises TypeError if it has another form."""
+    messages, *rest = found if isinstance(found, tuple) and len(found) == 5 else (None, None)
+    told = isinstance(messages, Sequence) and all(isinstance(message, Message) for message in messages)
+    if told and isinstance(rest[-1], StepInfo):
+        return (messages, *rest)
+    raise TypeError(
+        f"it returned {shorten(found)}; return (messages, reward, terminated, truncated, StepInfo(...))"
+    )
+
+
 async def score_env(env: Env, episode: OpenEpisode, timeout_s: float) -> None:
     """Add the env's rewards, and whether the episode is solved.
 
@@ -402,7 +414,7 @@ async def score_env(env: Env, episode: OpenEpisode, timeout_s: float) -> None:
     with asking() as asked:
         try:
             async with asyncio.timeout(timeout_s) as clock:
-                found = await no_exit(env.score(episode.unscored()))
+                found = await no_exit(env.score(with_own_row(episode.unscored())))
                 check_clock(clock)
             rewards = found
         except RewardError as e:

@@ -3,7 +3,7 @@ import functools
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import pytest
@@ -526,6 +526,30 @@ async def test_group_rewards_see_the_siblings():
 
     group = [episode_of(Message("assistant", text)) for text in ("a", "bbb", "cc")]
     assert await Contest().score_group(group) == [{"best": 0.0}, {"best": 0.5}, {"best": 0.0}]
+
+
+@pytest.mark.parametrize("form", ["generator", "expression"])
+async def test_group_rewards_that_are_yielded_are_computed_on_the_thread_of_rewards(form: str):
+    threads = set()
+
+    def measured(episode: Episode) -> float:
+        threads.add(threading.current_thread())
+        return float(len(final_answer(episode)))
+
+    class Yielding(ToolEnv):
+        @reward(per="group")
+        def length(self, episodes: list[Episode]) -> Iterator[float]:
+            if form == "expression":
+                return (measured(e) for e in episodes)
+            return self._each(episodes)
+
+        def _each(self, episodes: list[Episode]) -> Iterator[float]:
+            for e in episodes:
+                yield measured(e)
+
+    group = [episode_of(Message("assistant", text)) for text in ("a", "bbb")]
+    assert await Yielding().score_group(group) == [{"length": 1.0}, {"length": 3.0}]
+    assert threading.current_thread() not in threads
 
 
 async def test_what_a_tool_printed_is_not_what_the_policy_said():

@@ -232,6 +232,20 @@ async def test_a_number_that_cannot_be_averaged_is_a_fault(renderer: Renderer, m
     assert "odd" not in episode.metrics
 
 
+@pytest.mark.parametrize(
+    "value",
+    [None, ([], 0.0, True, False), ([], 0.0, True, False, {}), ("text", 0.0, True, False, StepInfo())],
+)
+async def test_an_answer_of_another_form_is_a_fault_that_names_the_method(renderer: Renderer, value: Any):
+    class Odd(Plain):
+        async def step(self, action: Message) -> Any:
+            return value
+
+    (episode,) = (await GroupPlayer(player(renderer, Odd), 1, 0).play(Task("t"), "s", 0)).episodes
+    assert episode.stop_reason is StopReason.FAULT
+    assert "Odd.step: TypeError: it returned" in next(iter(episode.faults.values()))
+
+
 @pytest.mark.parametrize("value", [None, 1.0, [1.0], {1: 1.0}])
 async def test_rewards_that_are_no_mapping_are_a_fault_with_their_place(renderer: Renderer, value: Any):
     class Odd(Plain):
@@ -267,6 +281,21 @@ async def test_a_group_reward_with_the_name_of_an_episode_reward_is_added_to_it(
 
     (episode,) = (await GroupPlayer(player(renderer, Same), 1, 0).play(Task("t"), "s", 0)).episodes
     assert (episode.reward, episode.rewards) == (3.0, {"rank": 3.0})
+
+
+async def test_a_reward_that_changes_the_row_changes_its_own_copy(renderer: Renderer):
+    class Changing(Plain):
+        async def score(self, episode: Episode) -> Mapping[str, float]:
+            episode.task.row["seen"].append(1)
+            return {"seen": float(len(episode.task.row["seen"]))}
+
+        async def score_group(self, episodes: Sequence[Episode]) -> Sequence[Mapping[str, float]]:
+            return await asyncio.gather(*[self.score(episode) for episode in episodes])
+
+    task = Task("t", {"seen": []})
+    group = await GroupPlayer(player(renderer, Changing), 3, 0).play(task, "s", 0)
+    assert [episode.rewards["seen"] for episode in group.episodes] == [2.0] * 3
+    assert task.row == {"seen": []}
 
 
 @pytest.mark.parametrize("value", [True, np.bool_(True), np.float32(1), np.int64(1), Fraction(1), Decimal(1)])
