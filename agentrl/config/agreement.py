@@ -131,8 +131,6 @@ def _check_overridden(config: RunConfig) -> None:
             "algorithm.kl.coef has no effect: kl_coef is 0 in every env under `envs`; remove both, so that no "
             "reference is loaded"
         )
-    if "coef" in config.algorithm.kl.written and all(env.algorithm.kl_coef is not None for env in envs):
-        raise ValueError("algorithm.kl.coef has no effect: every env under `envs` has its own; remove it")
 
 
 def _check_kl_of_env(kl: KLConfig, key: str, coef: float) -> None:

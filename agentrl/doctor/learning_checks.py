@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,6 +13,8 @@ from agentrl.doctor.statistics import correlation, ends
 
 FEW_STEPS = 3
 SOME_STEPS = 8
+ENOUGH_GROUPS = 80
+"""Groups of which a small share with a signal is no chance."""
 RECENT = 10
 """Steps that say how a run is doing now."""
 RANDOM = 2.0
@@ -39,11 +42,12 @@ def no_signal(evidence: Evidence) -> Iterator[Finding]:
         return
     if not (graded := _graded(evidence)):
         return  # equal rewards teach as much as others
-    recent = max(FEW_STEPS, min(RECENT, len(signal) // 2))
+    half = max(FEW_STEPS, len(signal) // 2)
+    recent = min(half, max(RECENT, math.ceil(ENOUGH_GROUPS / groups)))
     share = float(signal[-recent:].mean()) / groups
     if len(graded) < len(evidence.setting("envs") or [""]):
         loud, played = (
-            sum(float(evidence.series(f"env/{name}/{what}")[1][-recent:].sum()) for name in graded)
+            sum(float(evidence.series(f"env/{name}/{what}")[1][-half:].sum()) for name in graded)
             for what in ("groups_with_signal", "groups")
         )
         share = loud / max(played, 1)

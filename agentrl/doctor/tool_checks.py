@@ -10,6 +10,7 @@ import numpy as np
 
 from agentrl.doctor.evidence import Call, Evidence, Played
 from agentrl.doctor.finding import Finding
+from agentrl.doctor.statistics import correlation, ends
 
 POLICY_OUTCOMES = frozenset({"ok", "parse_error", "unknown_tool", "invalid_args", "not_run", "output_truncated"})
 """Outcomes that say nothing about the tool itself."""
@@ -18,6 +19,10 @@ FAILURES = frozenset({"tool_exception", "tool_timeout"})
 ENOUGH = 16
 """Episodes or calls that a share needs."""
 SOME_STEPS = 6
+RISING = 0.7
+"""Rank correlation of times with steps."""
+LONGER = 1.5
+"""Growth of calls or results that may explain longer times."""
 FEW = 6
 """Episodes of each worker that a comparison of workers needs."""
 _ERROR = re.compile(
@@ -228,18 +233,20 @@ def _mostly_solved(episodes: Sequence[Played]) -> bool:
 
 def slows_down(evidence: Evidence) -> Iterator[Finding]:
     """A tool whose calls take longer from step to step."""
-    times: dict[str, dict[int, list[float]]] = {}
+    made: dict[str, dict[int, list[Call]]] = {}
     for played in evidence.scored:
         for call in played.calls:
-            times.setdefault(call.tool, {}).setdefault(played.step, []).append(call.seconds)
-    for tool, by_step in times.items():
+            made.setdefault(call.tool, {}).setdefault(played.step, []).append(call)
+    for tool, by_step in made.items():
         steps = sorted(step for step, found in by_step.items() if len(found) >= FEW)
         if len(steps) < SOME_STEPS:
             continue
-        usual = np.asarray([float(np.median(by_step[step])) for step in steps])
-        first, last = float(usual[:2].mean()), float(usual[-2:].mean())
-        rising = float((np.diff(usual) > 0).mean())
-        if rising < 0.8 or last < 3 * first or last < first + 0.02:
+        usual = np.asarray([float(np.median([call.seconds for call in by_step[step]])) for step in steps])
+        sizes = np.asarray([float(np.median([_size(call) for call in by_step[step]])) for step in steps])
+        (first, last), (short, long) = ends(usual), ends(sizes)
+        ranks = np.argsort(np.argsort(usual)).astype(float)
+        rising = correlation(range(len(steps)), ranks) > RISING
+        if not rising or last < 3 * first or last < first + 0.02 or long > LONGER * short:
             continue
         yield Finding(
             "tool-slows-down",
@@ -248,8 +255,13 @@ def slows_down(evidence: Evidence) -> Iterator[Finding]:
             f"the tool {tool} of the env: what grows with every episode (lists, files, tables, open connections)",
             step=steps[-1],
             series=("env_seconds", "rollout_seconds"),
-            why=f"medians of {len(steps)} steps, of which {rising:.0%} were slower than the one before",
+            why=f"medians of {len(steps)} steps; the calls and their results did not get longer",
         )
+
+
+def _size(call: Call) -> int:
+    """Characters of a call and its result, which may explain its time."""
+    return len(call.arguments) + len(call.result)
 
 
 def slow_worker(evidence: Evidence) -> Iterator[Finding]:

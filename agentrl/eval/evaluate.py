@@ -208,12 +208,19 @@ def _evaluate(
     _claim(store, spec)
     reporter.phase("start")
     reporter.within("reading tasks")
-    content = load_content(config.model_copy(update={"warmup": None}))  # demonstrations are not needed
-    found = content.held_out_tasks if spec.split == "held_out" else content.train_tasks
-    chosen = found[: spec.tasks]
-    splits = (chosen, ()) if spec.split == "train" else ((), chosen)
-    _require_same_code(store, code_of(config, content), task_digests(*splits))
     done = _finished(store, options.prices)
+    try:
+        content = load_content(config.model_copy(update={"warmup": None}))  # demonstrations are not needed
+        found = content.held_out_tasks if spec.split == "held_out" else content.train_tasks
+        chosen = found[: spec.tasks]
+        splits = (chosen, ()) if spec.split == "train" else ((), chosen)
+        record = code_of(config, content), task_digests(*splits)
+    except AgentRLError as e:
+        if done is None:
+            raise
+        reporter.note(f"this evaluation is complete; its code and tasks were not compared with today's: {e}")
+        return done
+    _require_same_code(store, *record)
     if done is not None:
         reporter.note(f"this evaluation is complete in {os.path.relpath(store.path)}; --fresh plays it again")
         return done
@@ -254,12 +261,13 @@ def _claim(store: RunStore, spec: EvalSpec) -> None:
 
 
 def _require_same_code(store: RunStore, code: CodeRecord, tasks: bytes) -> None:
-    """Save what the code and the tasks are in a new folder. Raises ConfigError if an old one has others."""
+    """Save what the code and the tasks are before anything is played. Raises ConfigError if they changed since."""
     old = CodeRecord.read(store.path / CODE_FILE)
-    if old is None:  # new, or of an earlier version
-        store.write_file(TASKS_FILE, tasks)
-        store.write_file(CODE_FILE, code.to_json())
-        return
+    if old is None:
+        if not any((store.path / name).exists() for name in (PARTIAL_FILE, RESULTS_FILE)):
+            store.write_file(TASKS_FILE, tasks)
+            store.write_file(CODE_FILE, code.to_json())
+        return  # episodes of an earlier version, which recorded no code
     changed = code_changes(old, code)
     changed += row_changes(read_task_digests(store.path / TASKS_FILE), json.loads(tasks))
     if changed:

@@ -130,7 +130,8 @@ def _single_line(played: ExamEpisode) -> bool:
     """Whether the answer is one short line; files and programs may need their whitespace."""
     said = _last_words(played)
     own = played.episode is not None and bool(played.episode.turns[-1].message.tool_calls)
-    return 0 < len(said.strip()) <= MOST_CHARACTERS and "\n" not in (said if own else said.strip())
+    words = any(character.isalnum() for character in said)  # a delimiter may need its spaces
+    return words and len(said.strip()) <= MOST_CHARACTERS and "\n" not in (said if own else said.strip())
 
 
 def _as_good(played: ExamEpisode, own: ExamEpisode) -> bool:

@@ -71,7 +71,9 @@ async def examine_openings(
     This finds tasks whose rows only name an entry of a data set.
     """
     known = {question: p.task for p in reversed(train) if (question := _question(p))}
-    pairs = [(known[question], p.task) for p in held_out if (question := _question(p)) in known]
+    exact = {opening_of(p): p.task for p in reversed(train)}
+    asked_again = [(exact.get(opening_of(p), known.get(_question(p))), p.task) for p in held_out if _question(p)]
+    pairs = [(trained, task) for trained, task in asked_again if trained is not None]
     if len(known) < 2 or not pairs or result.of("splits"):
         return
     tried, same = pairs[:NUM_PLAYED], []
@@ -93,8 +95,8 @@ async def examine_openings(
 
 
 def _question(played: ExamEpisode) -> str:
-    """The opening without case, spaces and punctuation, which do not make another task of it."""
-    return " ".join(re.findall(r"\w+|[^\w\s.,;:!?]", opening_of(played).casefold()))
+    """The opening without case, spaces and the punctuation after words, which do not make another task of it."""
+    return " ".join(re.sub(r"[.,;:?]+(?=\s|$)", " ", opening_of(played).casefold()).split())
 
 
 def _compared(tasks: Sequence[Task]) -> Sequence[Task]:

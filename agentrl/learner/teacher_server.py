@@ -227,11 +227,14 @@ class TeacherServers:
             server: [n for n, row in enumerate(rows) if self._by_env.get(row.env) is server]
             for server in self._servers
         }
-        asked = {
-            self._threads.submit(server.annotate, [(rows[n],) for n in own], names): own
-            for server, own in places.items()
-            if own
-        }
+        try:
+            asked = {
+                self._threads.submit(server.annotate, [(rows[n],) for n in own], names): own
+                for server, own in places.items()
+                if own
+            }
+        except RuntimeError:  # the threads end
+            raise EngineError("the teachers' servers: closed before they were asked") from None
         done, _ = wait(asked, return_when=FIRST_EXCEPTION)
         for each in done:
             each.result()

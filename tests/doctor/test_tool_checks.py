@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentrl.doctor.evidence import Evidence, Played
-from agentrl.doctor.tool_checks import never_called, one_error
+from agentrl.doctor.tool_checks import never_called, one_error, slows_down
 
 CALL = {
     "call": {"name": "search", "arguments": {"query": "x"}},
@@ -82,3 +84,24 @@ def test_an_error_inside_of_json_is_an_error(tmp_path: Path):
 def test_numbers_are_not_the_same_result(tmp_path: Path):
     assert answered(tmp_path, [str(n) for n in range(40)]) == []
     assert answered(tmp_path, ["42"] * 40) == ["tool-answers-the-same"]
+
+
+def slower(tmp_path: Path, seconds: Callable[[int], float], size: Callable[[int], int]) -> bool:
+    """Whether the doctor says that a tool slows down over 24 steps of 8 calls each."""
+    episodes = []
+    for number in range(24 * 8):
+        step = number // 8
+        query = {**CALL["call"], "arguments": {"query": "x" * size(step)}}  # type: ignore[dict-item]
+        call = {**CALL, "call": query, "seconds": seconds(step) * (1 + 0.2 * math.sin(number))}
+        one = episode(number, "done")
+        episodes.append(Played(step + 1, 0, (), {**one.raw, "turns": [{"calls": [call]}]}))
+    evidence = Evidence.of(tmp_path)
+    evidence.episodes = episodes
+    return any(finding.name == "tool-slows-down" for finding in slows_down(evidence))
+
+
+def test_a_tool_slows_down_unless_its_calls_get_longer(tmp_path: Path):
+    assert slower(tmp_path, lambda step: 0.05 + 0.02 * step, lambda step: 20)
+    assert not slower(tmp_path, lambda step: 0.05 + 0.02 * step, lambda step: 20 + 10 * step)
+    assert not slower(tmp_path, lambda step: 0.5, lambda step: 20)
+    assert not slower(tmp_path, lambda step: 1.0 if step > 21 else 0.1, lambda step: 20), "two busy steps"

@@ -367,6 +367,24 @@ class Echo(TextEnv):
             fresh = play(server, tmp_path / "e", run=self.run(tmp_path, "abc", other), fresh=True)
             assert fresh.estimates["solved"].mean == 1.0
 
+    def test_an_evaluation_of_a_version_without_a_record_gets_none_later(self, tmp_path: Path):
+        other = self.ENV.replace("self.said == self.word", "True")
+        with serving(Server(self.says("a"))) as server:
+            played = play(server, tmp_path / "e", run=self.run(tmp_path, "abc"))
+            (tmp_path / "e" / "code.json").unlink()
+            again = play(server, tmp_path / "e", run=self.run(tmp_path, "abc", other))
+        assert again.estimates == played.estimates
+        assert not (tmp_path / "e" / "code.json").exists()
+
+    def test_a_finished_evaluation_can_be_read_without_its_env(self, tmp_path: Path):
+        with serving(Server(self.says("a"))) as server:
+            run = self.run(tmp_path, "abc")
+            played = play(server, tmp_path / "e", run=run)
+            (tmp_path / "rows.jsonl").unlink()
+            assert play(server, tmp_path / "e", run=run).estimates == played.estimates
+            with pytest.raises(ConfigError, match=r"rows\.jsonl"):
+                play(server, tmp_path / "other", run=run)
+
     def test_tasks_are_paired_by_their_rows_and_not_by_line_numbers(self, tmp_path: Path):
         with serving(Server(self.says("a"))) as server:
             play(server, tmp_path / "a", run=self.run(tmp_path, "abc"))

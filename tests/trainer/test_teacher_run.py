@@ -354,12 +354,6 @@ OTHER = {**OWN, "model": "u"}
         ({"teacher": OTHER}, {"teacher": OTHER}, {"teacher": OWN}, "teacher has no effect: every env"),
         ({"teacher": OWN}, {}, {"teacher": OWN}, r"envs\.a\.teacher has no effect: it equals `teacher`"),
         (
-            {"teacher": OWN, "algorithm": {"kl_coef": 0.5}},
-            {"teacher": OWN, "algorithm": {"kl_coef": 0.2}},
-            {},
-            r"algorithm\.kl\.coef has no effect: every env",
-        ),
-        (
             {"teacher": OWN, "algorithm": {"advantage": "rloo", "kl_coef": 0}},
             {"teacher": OWN},
             {},
