@@ -230,7 +230,7 @@ class SlowsDown(Buttons):
     def press(self, color: Color) -> str:
         """Press a button."""
         self.made.append(color)
-        time.sleep(0.001 * len(self.made))
+        time.sleep(0.004 * len(self.made))
         return super().press(color)
 
 
