@@ -124,7 +124,7 @@ class TeacherOfEnv(Section):
 
 
 def _check_address(url: str, key: str) -> None:
-    """Raises ValueError if it is no address of a server."""
+    """Raises ValueError if the URL does not name a server."""
     if problem := address_problem(url):
         raise ValueError(
             f"{key} {without_credentials(url)!r}: {problem}; give an address such as http://127.0.0.1:8000/v1"

@@ -14,7 +14,7 @@ from agentrl.doctor.statistics import correlation, ends
 FEW_STEPS = 3
 SOME_STEPS = 8
 ENOUGH_GROUPS = 80
-"""Groups of which a small share with a signal is no chance."""
+"""With this many groups, a small share of them with a signal is not a coincidence."""
 RECENT = 10
 """Steps that say how a run is doing now."""
 RANDOM = 2.0

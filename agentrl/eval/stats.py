@@ -105,9 +105,9 @@ class Paired:
 def paired(a_T: Sequence[float], b_T: Sequence[float], *, shares: bool = False) -> Paired:
     """Compare two policies by their values on the same tasks.
 
-    The interval is that of `estimate`. `p` is of the two-sided paired sign-flip permutation test: if the two
-    were alike, each task's difference could as well have had the other sign. With values of 0 and 1 it is
-    McNemar's exact test.
+    The interval is computed as in `estimate`, and `p` by the two-sided paired sign-flip permutation test: if the
+    policies were equally good, each task's difference could just as well have the other sign. For values of 0 and
+    1, this is McNemar's exact test.
 
     Args:
         a_T: [T] one value for each task, of the first policy.

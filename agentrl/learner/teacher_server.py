@@ -233,8 +233,8 @@ class TeacherServers:
                 for server, own in places.items()
                 if own
             }
-        except RuntimeError:  # the threads end
-            raise EngineError("the teachers' servers: closed before they were asked") from None
+        except RuntimeError:  # `close` was called meanwhile
+            raise EngineError("the connections to the teachers' servers are closed") from None
         done, _ = wait(asked, return_when=FIRST_EXCEPTION)
         for each in done:
             each.result()

@@ -391,9 +391,9 @@ async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -
 
 def _answer(found: Any) -> tuple[Sequence[Message], float, bool, bool, StepInfo]:
     """What a step returned. Raises TypeError if it has another form."""
-    messages, *rest = found if isinstance(found, tuple) and len(found) == 5 else (None, None)
-    told = isinstance(messages, Sequence) and all(isinstance(message, Message) for message in messages)
-    if told and isinstance(rest[-1], StepInfo):
+    messages, *rest = found if isinstance(found, Sequence) and len(found) == 5 else (None, None)
+    readable = isinstance(messages, Sequence) and all(isinstance(message, Message) for message in messages)
+    if readable and isinstance(rest[-1], StepInfo):
         return (messages, *rest)
     raise TypeError(
         f"it returned {shorten(found)}; return (messages, reward, terminated, truncated, StepInfo(...))"

@@ -10,7 +10,7 @@ from agentrl.doctor.examine import findings
 
 
 def names(folder: Path, signal: Sequence[int]) -> list[str]:
-    """What is said of a run with so many groups with a signal of eight in each step."""
+    """The findings for a run of eight groups per step; `signal` counts those with a signal in each step."""
     folder.mkdir()
     lines = [
         {"step": step, "reward": 0.4 + 0.01 * (step % 5), "groups_with_signal": groups}

@@ -9,7 +9,7 @@ from agentrl import Stop, Task, TextEnv, tool
 from agentrl.env import ToolEnv, reward
 from agentrl.env.play import ScriptedPolicy, call
 from agentrl.env.read import final_answer
-from tests.exam.planted import Sums, Vault
+from tests.exam.planted import AmbiguousRows, Sums, Vault
 
 _notes: list[str] = []
 _submitted: list[str] = []
@@ -189,28 +189,16 @@ class HoleAmongMany(TwinsAmongMany):
         return [Task(f"{split}-{i}", row) for i, row in enumerate(rows)]
 
 
-class OneClass(TextEnv):
+class OneClass(AmbiguousRows):
     """Name the mood of the review."""
 
-    def setup(self, review: str, answer: str) -> str:
-        self.answer = answer
-        return f"What is the mood of this review? {review}"
-
-    def reply(self, text: str) -> None:
-        return None
-
-    @reward(solved=True)
-    def correct(self, episode) -> float:
-        return float(final_answer(episode) == self.answer)
+    moods = tuple("mixed" if i % 12 == 0 else "NEGATIVE" for i in range(24))
 
     @classmethod
     def tasks(cls, split="train", seed=0):
-        moods = ["mixed" if i % 12 == 0 else "NEGATIVE" for i in range(24)]
-        return [Task(f"{split}-{i}", {"review": f"{split} {i}", "answer": mood}) for i, mood in enumerate(moods)]
-
-    @classmethod
-    def oracle(cls, task):
-        return ScriptedPolicy([task.row["answer"]])
+        asked = [{"question": f"What is the mood of review {split} {i}?"} for i in range(len(cls.moods))]
+        rows = [row | {"answer": mood} for row, mood in zip(asked, cls.moods, strict=True)]
+        return [Task(f"{split}-{i}", row) for i, row in enumerate(rows)]
 
 
 class NumberTool(ToolEnv):
@@ -268,10 +256,7 @@ class OffByOne(Sums):
 class LabelWithSpace(OneClass):
     """One label ends with a space, and the comparison is exact."""
 
-    @classmethod
-    def tasks(cls, split="train", seed=0):
-        names = ["joy", "anger", "fear ", "pride", "envy", "hope"]
-        return [Task(f"{split}-{i}", {"review": f"{split} {i}", "answer": name}) for i, name in enumerate(names)]
+    moods = ("joy", "anger", "fear ", "pride", "envy", "hope")
 
     @reward(solved=True)
     def correct(self, episode) -> float:

@@ -91,13 +91,13 @@ async def _generated_during(engine: ServedEngine, update: Coroutine[Any, Any, No
     done: list[Completion] = []
     over = asyncio.Event()
 
-    async def keep_asking(session: str) -> None:
+    async def keep_asking(session: str, length: int) -> None:
         while not over.is_set():
-            done.append(await engine.generate(PROMPT, Sampling(max_tokens=200), session=session))
+            done.append(await engine.generate(PROMPT, Sampling(max_tokens=length), session=session))
 
     async with asyncio.TaskGroup() as tasks:
         for n in range(6):
-            tasks.create_task(keep_asking(str(n)))
+            tasks.create_task(keep_asking(str(n), 200 - 23 * n))  # so that they do not all end at once
         await engine.generate(PROMPT, Sampling(max_tokens=12))
         await update
         over.set()
