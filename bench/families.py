@@ -217,7 +217,7 @@ FAMILIES: tuple[Family, ...] = (
     _f("helium", SMALL_HEADS),
     _f("nanochat"),
     _f("bitnet", SMALL_HEADS),
-    _f("stablelm"),
+    _f("stablelm", SMALL_HEADS),
     _f("starcoder2", sliding_window=NEAR, about="sliding window"),
     _f("diffllama"),
     _f("doge", keep_window_size=NEAR),

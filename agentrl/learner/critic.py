@@ -17,13 +17,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 from transformers.utils import logging
 
 from agentrl.algo.aggregate import Totals, aggregation_weights
 from agentrl.algo.metrics import Metrics, max_of, merge_metrics, to_host
 from agentrl.algo.value import value_loss
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError
-from agentrl.learner.attention.packed import PACKED_ATTENTION, check_attention, register_attention
+from agentrl.learner.apart import models_apart, padded_rows, rows_apart, settle_rows
+from agentrl.learner.attention.packed import PACKED_ATTENTION, register_attention
 from agentrl.learner.micro_batch import annotated, lr_factor, packed_rows, saving, working_dtype
 from agentrl.learner.optimizer import make_optimizer
 from agentrl.learner.pack import Packed
@@ -60,7 +62,7 @@ def load_critic(directory: Path) -> PreTrainedModel:
                 directory,
                 config=config,
                 dtype=torch.float32,
-                attn_implementation=PACKED_ATTENTION,
+                attn_implementation=PACKED_ATTENTION if _takes_attention(config) else None,
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -90,7 +92,7 @@ def load_critic(directory: Path) -> PreTrainedModel:
         )
     for name in missing:
         torch.nn.init.zeros_(model.get_parameter(name))
-    check_attention(model, f"critic: {directory}")
+    settle_rows(model, f"critic: {directory}")
     return model
 
 
@@ -100,7 +102,10 @@ def empty_critic(directory: Path) -> PreTrainedModel:
     config = _config(directory)
     auto: Any = AutoModelForTokenClassification
     model: PreTrainedModel = auto.from_config(
-        config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, trust_remote_code=False
+        config,
+        dtype=torch.float32,
+        attn_implementation=PACKED_ATTENTION if _takes_attention(config) else None,
+        trust_remote_code=False,
     ).eval()
     return model
 
@@ -110,6 +115,12 @@ def _config(directory: Path) -> PretrainedConfig:
     config = any_config(directory, f"critic: {directory}")
     config.num_labels = 1
     return config
+
+
+def _takes_attention(config: PretrainedConfig) -> bool:
+    """Whether the token classifier of a config takes its attention from transformers' AttentionInterface."""
+    model: Any = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
+    return bool(getattr(model, "_supports_attention_backend", False))
 
 
 class Critic:
@@ -135,6 +146,7 @@ class Critic:
             checkpoint_activations(self.model)
         self.optimizer = make_optimizer(self.model.parameters(), optim, critic.lr)
         self.steps_done = 0
+        self.rows_apart = models_apart([self.model])
         self._state: TrainingState | None = None
 
     def annotate(self, batches: Sequence[Rows], names: frozenset[str]) -> list[Columns]:
@@ -168,10 +180,15 @@ class Critic:
     def values(self, packed: Packed) -> Tensor:
         """[N] the value before each trained token: if it is predicted from."""
         part = packed.part()
-        out = self.model(
-            input_ids=part.ids_T[None], position_ids=part.positions_T[None], use_cache=False, spans=part.spans
-        )
-        values_T: Tensor = out.logits[0, :, 0]
+        if rows_apart(self.model):
+            rows = part.spans.plan(padded_rows, None)
+            out = self.model(input_ids=part.ids_T[rows.flat_BL], use_cache=False)
+            values_T: Tensor = picked(out.logits.flatten(), rows.place_T)
+        else:
+            out = self.model(
+                input_ids=part.ids_T[None], position_ids=part.positions_T[None], use_cache=False, spans=part.spans
+            )
+            values_T = out.logits[0, :, 0]
         return part.whole(picked(values_T, part.source_N).to(torch.promote_types(torch.float32, values_T.dtype)))
 
     def loss(self, packed: Packed, totals: Totals) -> tuple[Tensor, Metrics]:

@@ -90,7 +90,14 @@ class Learner:
         self._shares_critic = spec.critic_dir is not None and spec.critic is not None and critic is None
         self._disconnect = disconnect
         self._thread, self._closed = ThreadPoolExecutor(1, THREAD, begin), False
+        self._apart: dict[int, tuple[str, ...]] = {}
         self.reference_apart = reference is not None
+
+    @in_thread
+    def rows_apart(self) -> tuple[str, ...]:
+        """The classes of models that compute each row apart (see `agentrl.learner.apart`)."""
+        held = [ranks for ranks in (self._policy, self._reference, self._critic) if ranks is not None]
+        return tuple(dict.fromkeys(name for ranks in held for name in self._apart_in(ranks)))
 
     @in_thread
     def annotate(self, step: S, names: frozenset[str]) -> S:
@@ -121,14 +128,14 @@ class Learner:
             WorkerLost: a rank died.
         """
         nothing: list[list[MicroBatches]] = [[] for _ in range(self._policy.size)]
-        critic_work = self._split(rows, self._critic_passes, self._policy.size) if self._shares_critic else nothing
-        work = self._split(rows, self._passes, self._policy.size)
+        critic_work = self._split(rows, self._critic_passes, self._policy) if self._shares_critic else nothing
+        work = self._split(rows, self._passes, self._policy)
         policy = self._policy.start(
             lambda rank, work: rank.update(*work), list(zip(work, critic_work, strict=True)), doing="the update"
         )
         values = None
         if self._critic is not None:
-            shares = self._split(rows, self._critic_passes, self._critic.size)
+            shares = self._split(rows, self._critic_passes, self._critic)
             values = self._critic.start(lambda rank, work: rank.update(work), shares, doing="the update")
         results = policy()
         merged = merge_results(rows, results, [] if values is None else values(), epochs=self._passes.epochs)
@@ -144,7 +151,7 @@ class Learner:
             WorkerLost: a rank died.
         """
         total = sum(sum(s.loss_mask) for s in samples)
-        shares = split_rows(samples, ranks=self._policy.size, max_tokens=self._max_tokens)
+        shares = self._share(samples, self._policy)
         wait = self._policy.start(
             lambda rank, share: rank.imitate(share, total, lr), shares, doing="a supervised step"
         )
@@ -153,7 +160,7 @@ class Learner:
     @in_thread
     def probe(self, samples: Sequence[Sample]) -> list[list[float]]:
         """The log-probabilities (temperature 1) of the trained tokens of each row under the current policy."""
-        shares = split_rows(samples, ranks=self._policy.size, max_tokens=self._max_tokens)
+        shares = self._share(samples, self._policy)
         wait = self._policy.start(lambda rank, share: rank.probe(share), shares, doing="evaluating rows")
         return [list(columns["logprobs"]) for columns in _by_row(samples, shares, wait())]
 
@@ -225,8 +232,20 @@ class Learner:
 
     # --- in the learner's thread ---------------------------------------------------------------------------------
 
-    def _split(self, step: StepRows, passes: Passes, ranks: int) -> list[list[MicroBatches]]:
-        return split_step(step, passes, ranks=ranks, max_tokens=self._max_tokens)
+    def _split(self, step: StepRows, passes: Passes, ranks: Ranks[Any]) -> list[list[MicroBatches]]:
+        apart = bool(self._apart_in(ranks))
+        return split_step(step, passes, ranks=ranks.size, max_tokens=self._max_tokens, apart=apart)
+
+    def _share(self, rows: Sequence[Sample], ranks: Ranks[Any]) -> list[tuple[Rows, ...]]:
+        apart = bool(self._apart_in(ranks))
+        return split_rows(rows, ranks=ranks.size, max_tokens=self._max_tokens, apart=apart)
+
+    def _apart_in(self, ranks: Ranks[Any]) -> tuple[str, ...]:
+        """The classes of models of these ranks that compute each row apart."""
+        if id(ranks) not in self._apart:
+            wait = ranks.start(lambda rank, _: rank.rows_apart, [None] * ranks.size, doing="start")
+            self._apart[id(ranks)] = wait()[0]
+        return self._apart[id(ranks)]
 
     def _evaluating(self, rows: Sequence[Sample], names: frozenset[str]) -> list[Callable[[], list[Columns]]]:
         """Start every model that knows one of the columns; what is returned waits for the columns of each row."""
@@ -243,7 +262,7 @@ class Learner:
     def _evaluate(
         self, ranks: Ranks[Annotator], names: frozenset[str], rows: Sequence[Sample]
     ) -> Callable[[], list[Columns]]:
-        shares = split_rows(rows, ranks=ranks.size, max_tokens=self._max_tokens)
+        shares = self._share(rows, ranks)
         wait = ranks.start(lambda rank, share: rank.annotate(share, names), shares, doing="evaluating rows")
         return lambda: _by_row(rows, shares, wait())
 

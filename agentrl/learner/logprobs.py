@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from agentrl.learner.apart import padded_rows, rows_apart
 from agentrl.learner.pack import Packed, PackedPart, pack
 from agentrl.learner.picked import picked
 from agentrl.types import Sample
@@ -129,6 +130,8 @@ def _predicting(part: PackedPart) -> _Predicting:
 
 
 def _logits(model: PreTrainedModel, part: PackedPart, keep: Tensor) -> Tensor:
+    if rows_apart(model):
+        return _logits_apart(model, part, keep)
     out = model(
         input_ids=part.ids_T[None],
         position_ids=part.positions_T[None],
@@ -137,6 +140,27 @@ def _logits(model: PreTrainedModel, part: PackedPart, keep: Tensor) -> Tensor:
         spans=part.spans,
     )
     logits: Tensor = out.logits[0]
+    return logits
+
+
+def _logits_apart(model: PreTrainedModel, part: PackedPart, keep_U: Tensor) -> Tensor:
+    """[U, V] logits at these flat positions, from rows that are each a line of a padded batch."""
+    rows = part.spans.plan(padded_rows, None)
+    place_U = rows.place_T[keep_U]
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    picked_already: list[bool] = []
+
+    def instead(hidden_BLD: Tensor) -> Tensor:
+        picked_already.append(True)
+        return plain(picked(hidden_BLD.flatten(0, 1), place_U)[None])
+
+    if head is None:
+        out = model(input_ids=part.ids_T[rows.flat_BL], use_cache=False)
+    else:
+        plain = _forward_of(head)
+        with _forward_is(head, instead):
+            out = model(input_ids=part.ids_T[rows.flat_BL], use_cache=False)
+    logits: Tensor = out.logits[0] if picked_already else picked(out.logits.flatten(0, 1), place_U)
     return logits
 
 

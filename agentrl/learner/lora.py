@@ -21,13 +21,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from agentrl.config.run import LoRAConfig, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.shard import World, settle, whole
 from agentrl.models.linear import ending, is_linear, linear_layers, targeted, unknown_target
-from agentrl.models.model_config import one_line, read_config
+from agentrl.models.model_config import auto_class, one_line, read_config
 from agentrl.models.tiny import tiny_config
 
 ADAPTER_FOLDER = "adapter"
@@ -85,9 +85,8 @@ def refuse_unknown_targets(config: RunConfig) -> None:
         if tiny is None
         else tiny_config(tiny, vocab=tiny.vocab)
     )
-    auto: Any = AutoModelForCausalLM
     with torch.device("meta"):  # names without storage
-        _refuse_unknown(auto.from_config(found, trust_remote_code=False), lora)
+        _refuse_unknown(auto_class(found).from_config(found, trust_remote_code=False), lora)
 
 
 def _refuse_unknown(model: PreTrainedModel, config: LoRAConfig) -> None:

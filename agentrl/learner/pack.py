@@ -206,16 +206,23 @@ def _by_group(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
     return groups
 
 
-def micro_batches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
+def micro_batches(samples: Sequence[Sample], max_tokens: int, *, apart: bool = False) -> list[list[Sample]]:
     """Split into micro-batches of at most `max_tokens` packed tokens, groups together where they fit.
 
     What rows share counts once, as it is computed once; the rows of an episode stay together. Hints count, because
     a teacher reads the same micro-batches. A group that does not fit is cut where its episodes share least. Groups
     or parts of them go in by size, largest first, each into the first micro-batch with room.
 
+    Args:
+        apart: rows are lines of a padded batch (see `agentrl.learner.apart`): every row counts, at the length of
+            the longest one of its micro-batch. Rows of like length go together; an episode whose rows do not fit
+            together has a micro-batch to itself.
+
     Raises:
         ConfigError: one episode alone has more than `max_tokens` tokens.
     """
+    if apart:
+        return _padded_batches(samples, max_tokens)
     units = [unit for rows in _by_group(samples).values() for unit in _fitting(rows, max_tokens)]
     bins: list[tuple[int, list[Sample]]] = []
     for size, rows in sorted(units, key=lambda unit: unit[0], reverse=True):
@@ -226,6 +233,31 @@ def micro_batches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sampl
             used, held = bins[place]
             bins[place] = (used + size, held + rows)
     return [rows for _, rows in bins]
+
+
+def _padded_batches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
+    episodes: dict[str, list[Sample]] = {}
+    for sample in samples:
+        episodes.setdefault(sample.episode_id, []).append(sample)
+    lengths = {name: max(len(longest_ids(row)) for row in rows) for name, rows in episodes.items()}
+    found: list[list[Sample]] = []
+    longest = 0
+    for name, rows in sorted(episodes.items(), key=lambda item: lengths[item[0]], reverse=True):
+        if lengths[name] > max_tokens:
+            raise _too_long(name, lengths[name], max_tokens)
+        if not found or (len(found[-1]) + len(rows)) * longest > max_tokens:
+            found.append([])
+            longest = lengths[name]
+        found[-1] += rows
+    return found
+
+
+def _too_long(episode: str, tokens: int, max_tokens: int) -> ConfigError:
+    return ConfigError(
+        f"episode {episode} has {tokens} tokens, and a micro-batch takes {max_tokens} "
+        "(learner.tokens_per_micro_batch x learner.sequence_ranks): raise one of the two, or lower "
+        "rollout.token_budget"
+    )
 
 
 def _fitting(group: Sequence[Sample], max_tokens: int) -> Iterable[tuple[int, list[Sample]]]:
@@ -249,11 +281,7 @@ def _fitting(group: Sequence[Sample], max_tokens: int) -> Iterable[tuple[int, li
         sizes = _sizes(ordered[start:], max_tokens)
         if not sizes:
             name, rows = ordered[start]
-            raise ConfigError(
-                f"episode {name} has {packed_size(rows)} tokens, and a micro-batch takes {max_tokens} "
-                "(learner.tokens_per_micro_batch x learner.sequence_ranks): raise one of the two, or lower "
-                "rollout.token_budget"
-            )
+            raise _too_long(name, packed_size(rows), max_tokens)
         stop = start + len(sizes)
         if stop < len(ordered):
             late = range(stop, start + max(1, 3 * len(sizes) // 4) - 1, -1)

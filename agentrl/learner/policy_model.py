@@ -1,4 +1,4 @@
-"""The policy as the learner has it: a Hugging Face model in float32 with packed attention."""
+"""The policy as the learner has it: a Hugging Face model in float32, with packed attention if it can have that."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentrl.errors import ConfigError
-from agentrl.learner.attention.packed import PACKED_ATTENTION, check_attention, register_attention
+from agentrl.learner.apart import settle_rows
+from agentrl.learner.attention.packed import PACKED_ATTENTION, register_attention
 from agentrl.models.loading import load_causal_lm
-from agentrl.models.model_config import any_config
+from agentrl.models.model_config import any_config, auto_class, freeze_senses, takes_attention
 
 
 def load_policy(directory: Path, device: torch.device) -> PreTrainedModel:
-    """Load a Hugging Face causal language model in float32 with packed attention.
+    """Load a Hugging Face causal language model in float32, which computes several rows packed if it can.
 
     Raises:
-        ConfigError: the directory is missing or holds no model, or one that cannot be computed on packed rows.
+        ConfigError: the directory is missing or holds no model, or one that computes rows together otherwise than
+            each alone.
     """
     where = f"model directory {directory}"
     register_attention()
     model = load_causal_lm(directory, where, dtype=torch.float32, attention=PACKED_ATTENTION)
-    check_attention(model, where)
+    settle_rows(model, where)
     model.to(device)  # type: ignore[arg-type]
     return model
 
@@ -33,11 +35,17 @@ def empty_policy(directory: Path) -> PreTrainedModel:
     """The same model without its values; call it where tensors have no storage (`torch.device("meta")`)."""
     register_attention()
     config = any_config(directory, str(directory))
-    auto: Any = AutoModelForCausalLM
-    model: PreTrainedModel = auto.from_config(
-        config, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, trust_remote_code=False
-    ).eval()
-    return model
+    model: PreTrainedModel = (
+        auto_class(config)
+        .from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation=PACKED_ATTENTION if takes_attention(config) else None,
+            trust_remote_code=False,
+        )
+        .eval()
+    )
+    return freeze_senses(model)
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

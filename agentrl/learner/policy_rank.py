@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from agentrl.algo.correction import LogprobDrift, merge_drift
 from agentrl.algo.metrics import Metric, Metrics, merge_metrics, to_host
 from agentrl.config.run import LearnerConfig, LoRAConfig
-from agentrl.errors import AgentRLError, CheckpointError
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError
+from agentrl.learner.apart import models_apart
 from agentrl.learner.critic import CRITIC_FOLDER, Critic
 from agentrl.learner.lanes import Backward, Lanes, num_lanes
 from agentrl.learner.layer_clock import LayerClock
@@ -84,6 +85,11 @@ class LocalPolicyRank:
         self.policy = self._load_policy(spec.policy_dir, spec.reference_dir)
         where = f"model directory {spec.policy_dir}"
         check_sequence(self.policy, self.world.sequence, where)
+        if config.replay_routes and models_apart([self.policy]):
+            raise ConfigError(
+                f"learner.replay_routes: {type(self.policy).__name__} computes each row apart, and routes are "
+                "replayed on packed rows only; remove it"
+            )
         self.replay = RouteReplay(self.policy, where) if config.replay_routes else None
         check_replay(self.policy, self.replay, self.world.sequence)
         if config.checkpoint_activations:
@@ -100,6 +106,8 @@ class LocalPolicyRank:
         self.optimizer = make_optimizer(trained, optim, optim.lr)
         has_critic = spec.critic is not None and spec.critic_dir is not None
         self.critic = Critic(spec, self.world) if has_critic else None
+        held = (self.policy, self.reference, None if self.critic is None else self.critic.model)
+        self.rows_apart = models_apart([model for model in held if model is not None])
         self._know_heads()
         self._lanes = Lanes(trained, num_lanes(self.policy, self.world, config))
         self._clock = LayerClock(self.policy, self.device) if self.world.size > 1 else None

@@ -98,6 +98,11 @@ class LearnerSpec:
 class Annotator(Protocol):
     """One rank of a model that evaluates rows."""
 
+    @property
+    def rows_apart(self) -> tuple[str, ...]:
+        """The classes of its models that compute each row apart (see `agentrl.learner.apart`)."""
+        ...
+
     def annotate(self, batches: Sequence[Rows], names: frozenset[str]) -> list[Columns]:
         """The named columns of this rank's rows, in the order of `in_pack_order`."""
         ...

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from agentrl.learner.apart import models_apart
 from agentrl.learner.logprobs import know_head, token_stats
 from agentrl.learner.micro_batch import annotated, working_dtype
 from agentrl.learner.pack import Packed
@@ -33,6 +34,7 @@ class Reference:
         self.device = pick_device(spec.config.device)
         self.model = world.place(make, spec.config, self.device).requires_grad_(False)
         check_sequence(self.model, world.sequence, f"model directory {directory}")
+        self.rows_apart = models_apart([self.model])
         self._dtype = working_dtype(self.model)
         if spec.config.logits_at_once:
             know_head(self.model, self.device, self._dtype)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from agentrl.config.run import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.learner.apart import rows_apart
 from agentrl.learner.pack import pack
 from agentrl.learner.sequence import SequenceRanks
 from agentrl.learner.shard import settle
@@ -55,6 +56,12 @@ def check_sequence(model: PreTrainedModel, ranks: SequenceRanks | None, where: s
     """
     if ranks is None:
         return
+    if rows_apart(model):
+        raise ConfigError(
+            f"{where}: {model.config.model_type} models compute each row apart, as a whole, so "
+            "learner.sequence_ranks cannot split their rows: remove it, or use a decoder whose tokens meet in "
+            "plain attention only (Qwen3, Llama, Mistral and the like)"
+        )
     with torch.no_grad():
         wanted = _hidden(model, None)
         own = ranks.own(torch.arange(1, len(wanted) + 1, device=wanted.device)).nonzero().squeeze(1)  # no padding

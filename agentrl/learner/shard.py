@@ -23,6 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from agentrl.config.run import LearnerConfig
 from agentrl.errors import ConfigError
+from agentrl.learner.apart import compute_apart, rows_apart
 from agentrl.learner.attention.packed import use_attention
 from agentrl.learner.sequence import SequenceRanks
 
@@ -101,12 +102,18 @@ class World:
         """
         if self.mesh is None:
             module = make(True).to(device)
-            use_attention(module, config, device)
+            _settle_attention(module, config, device, apart=rows_apart(module))
             return module
-        values = dict(_tensors(make(True))) if self.rank == 0 else {}
+        values: dict[str, Tensor] = {}
+        apart = torch.zeros((), device=device)
+        if self.rank == 0:
+            made = make(True)
+            values = dict(_tensors(made))
+            apart.fill_(rows_apart(made))
+        dist.broadcast(apart, 0)
         with torch.device("meta"):
             module = make(False)
-        use_attention(module, config, device)
+        _settle_attention(module, config, device, apart=bool(apart))
         aliases = _aliases(module)
         _shard(module, self.mesh, config)
         module.to_empty(device="cpu" if config.cpu_offload else device)
@@ -133,6 +140,19 @@ def check_offload(config: LearnerConfig, device_type: str) -> None:
     for key in ("cpu_offload", "offload_activations"):
         if getattr(config, key) and device_type == "cpu":
             raise ConfigError(f"learner.{key} has no effect on the CPU, and there is no GPU here: remove it")
+
+
+def _settle_attention(module: nn.Module, config: LearnerConfig, device: torch.device, *, apart: bool) -> None:
+    """Raises ConfigError if `learner.attention` asks for what cannot be here."""
+    if not apart:
+        use_attention(module, config, device)
+        return
+    if config.attention != "auto":
+        raise ConfigError(
+            f"learner.attention {config.attention}: {type(module).__name__} computes each row apart, with the "
+            "attention that transformers gives it; leave learner.attention at auto"
+        )
+    compute_apart(module)
 
 
 def settle(module: nn.Module) -> None:

@@ -137,7 +137,9 @@ class Passes:
         return blake2b(f"{self.seed}/{epoch}/{episode}".encode(), digest_size=16).digest()
 
 
-def split_step(step: StepRows, passes: Passes, *, ranks: int, max_tokens: int) -> list[list[MicroBatches]]:
+def split_step(
+    step: StepRows, passes: Passes, *, ranks: int, max_tokens: int, apart: bool = False
+) -> list[list[MicroBatches]]:
     """For each rank its part of each optimizer update: episodes whole, tokens balanced.
 
     Idle episodes have their places in the mini-batches and their counts, and no rows.
@@ -156,7 +158,7 @@ def split_step(step: StepRows, passes: Passes, *, ranks: int, max_tokens: int) -
         totals = totals_of_lengths(lengths[name] for name in episodes)
         part = [row for _, row in sorted((row for name in episodes for row in rows_of[name]), key=lambda r: r[0])]
         totals = totals._replace(num_observed=sum(sum(row.observed) for row in part))
-        for rank, rows in enumerate(split_rows(part, ranks=ranks, max_tokens=max_tokens)):
+        for rank, rows in enumerate(split_rows(part, ranks=ranks, max_tokens=max_tokens, apart=apart)):
             # A gradient of 0 is one as well: the optimizer continues by its momentum.
             rows = rows or ((),) if totals.num_tokens else rows
             record = step.record and number < passes.updates
@@ -164,14 +166,16 @@ def split_step(step: StepRows, passes: Passes, *, ranks: int, max_tokens: int) -
     return by_rank
 
 
-def split_rows(samples: Sequence[Sample], *, ranks: int, max_tokens: int) -> list[tuple[Rows, ...]]:
-    """For each rank its micro-batches, as many on every rank.
+def split_rows(
+    samples: Sequence[Sample], *, ranks: int, max_tokens: int, apart: bool = False
+) -> list[tuple[Rows, ...]]:
+    """For each rank its micro-batches, as many on every rank; for `apart` see `micro_batches`.
 
     Raises:
         ConfigError: one episode alone has more than `max_tokens` tokens.
     """
     shares = [samples] if ranks == 1 else balanced(samples, ranks)
-    found = [[tuple(rows) for rows in micro_batches(share, max_tokens)] for share in shares]
+    found = [[tuple(rows) for rows in micro_batches(share, max_tokens, apart=apart)] for share in shares]
     most = max(len(rows) for rows in found)
     return [(*rows, *[()] * (most - len(rows))) for rows in found]
 

@@ -206,6 +206,8 @@ def _is_logprob(value: object) -> bool:
 class TeacherServers:
     """The servers that teach the envs of a run, each asked about the episodes of its envs: an `Annotator`."""
 
+    rows_apart: tuple[str, ...] = ()
+
     def __init__(self, teachers: Mapping[str, TeacherConfig]) -> None:
         distinct = {teacher.model_dump_json(): TeacherServer(teacher) for teacher in teachers.values()}
         self._by_env = {env: distinct[teacher.model_dump_json()] for env, teacher in teachers.items()}

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from agentrl.errors import ConfigError
+from agentrl.models.model_config import reads_images
 from agentrl.suggest import did_you_mean
 
 _IN_ROUTER = re.compile(r"\.router(\.|$)|\.gate\.")
@@ -22,8 +23,14 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """All linear layers of a model, by name."""
-    return {name: module for name, module in model.named_modules() if is_linear(module)}
+    """All linear layers of a model, by name; of a model of images and text those that text reaches."""
+    frozen = frozenset[nn.Module]()
+    if reads_images(model.config):
+        head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        decoder = model.get_decoder()  # type: ignore[no-untyped-call]
+        reached = {part for text in (decoder, head) if text is not None for part in text.modules()}
+        frozen = frozenset(model.modules()) - reached
+    return {name: part for name, part in model.named_modules() if is_linear(part) and part not in frozen}
 
 
 def targeted(model: PreTrainedModel, targets: str | list[str]) -> dict[str, nn.Module]:

@@ -8,7 +8,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, TypedDict, cast
 
 from agentrl.errors import ConfigError
-from agentrl.models.model_config import read_config
+from agentrl.models.model_config import auto_class, freeze_senses, read_config, takes_attention
 
 if TYPE_CHECKING:
     import torch
@@ -31,14 +31,13 @@ def load_causal_lm(directory: Path, where: str, *, dtype: torch.dtype, attention
 
     Args:
         where: names the folder in errors.
-        attention: the attention that it computes with, as registered in transformers.
+        attention: the attention that it computes with, as registered in transformers, if its family can.
 
     Raises:
         ConfigError: the folder contains no such model, or its weights do not match its config.json.
     """
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     config = read_config(directory, where)
@@ -46,11 +45,11 @@ def load_causal_lm(directory: Path, where: str, *, dtype: torch.dtype, attention
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         with LOADING:
-            loaded: object = AutoModelForCausalLM.from_pretrained(
+            loaded: object = auto_class(config).from_pretrained(
                 directory,
                 config=config,
                 dtype=dtype,
-                attn_implementation=attention,
+                attn_implementation=attention if takes_attention(config) else None,
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -81,4 +80,4 @@ def load_causal_lm(directory: Path, where: str, *, dtype: torch.dtype, attention
         raise ConfigError(
             f"{where} is inconsistent: {name} has shape {list(found)}, but config.json requires {list(wanted)}"
         )
-    return model
+    return freeze_senses(model)

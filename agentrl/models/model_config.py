@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as IMAGE_MODELS
 
 from agentrl.errors import ConfigError
 from agentrl.models.folder import check_model_folder, refuse_adapter
@@ -93,28 +100,55 @@ def any_config(directory: Path, where: str) -> PretrainedConfig:
 
 
 def refuse_class(config: PretrainedConfig, where: str) -> None:
-    """Reject models without a causal language model in transformers whose attention can be replaced.
+    """Reject models without a causal language model in transformers.
 
     Raises:
         ConfigError: it has none.
     """
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if model_class(config) is None:
         for part, what in (("vision_config", "images"), ("audio_config", "sound")):
             if getattr(config, part, None) is not None:
                 raise ConfigError(
-                    f"{where}: {config.model_type} is a model of {what} and text ({part} in config.json); agentrl "
-                    "trains text models: use the text-only model of the family, or another one"
+                    f"{where}: {config.model_type} is a model of {what} and text ({part} in config.json) without "
+                    "a text decoder that agentrl can train: use the text-only model of the family, or another one"
                 )
         raise ConfigError(
             f"{where}: {config.model_type} is not a causal language model: transformers has no "
             f"AutoModelForCausalLM for it; use a decoder such as Qwen, Llama or Mistral"
         )
-    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if not getattr(model, "_supports_attention_backend", False):
-        raise ConfigError(
-            f"{where}: {model.__name__} does not use transformers' AttentionInterface, so its attention on packed "
-            "rows cannot be controlled; use Qwen, Llama or Mistral"
-        )
+
+
+def reads_images(config: PretrainedConfig) -> bool:
+    """Whether the model of a config reads images as well; agentrl trains its text decoder on text."""
+    return getattr(config, "vision_config", None) is not None and type(config) in IMAGE_MODELS
+
+
+def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """The class in transformers with the text decoder and output layer of a config; None if there is none."""
+    models: Any = IMAGE_MODELS if reads_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    found: type[PreTrainedModel] | None = models.get(type(config), None)
+    return found
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """What loads and makes that class; it has no types."""
+    return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
+
+
+def takes_attention(config: PretrainedConfig) -> bool:
+    """Whether the model of a config takes its attention from transformers' AttentionInterface."""
+    return bool(getattr(model_class(config), "_supports_attention_backend", False))
+
+
+def freeze_senses(model: PreTrainedModel) -> PreTrainedModel:
+    """Leave the parts of a model of images and text that text does not reach as they are; returns the model."""
+    if reads_images(model.config):
+        head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        decoder = model.get_decoder()  # type: ignore[no-untyped-call]
+        trained = {id(p) for part in (decoder, head) if part is not None for p in part.parameters()}
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) in trained)
+    return model
 
 
 def state_layers(config: PretrainedConfig) -> list[str]:
@@ -125,7 +159,7 @@ def state_layers(config: PretrainedConfig) -> list[str]:
     kinds = {str(kind) for kind in getattr(config.get_text_config(), "layer_types", None) or ()}
     if found := sorted(kind for kind in kinds if _STATE.search(kind)):
         return found
-    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model = model_class(config)
     return ["recurrent"] if getattr(model, "_is_stateful", False) and not _plain(config) else []
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.errors import ConfigError
 from agentrl.models.folder import PLAIN_DECODERS
@@ -76,17 +76,17 @@ def _without_values(directory: Path) -> PreTrainedModel | None:
     if not isinstance(given, dict) or given.get("model_type") in PLAIN_DECODERS:
         return None
     import torch
-    from transformers import AutoModelForCausalLM
 
     from agentrl.models.loading import LOADING
-    from agentrl.models.model_config import read_config
+    from agentrl.models.model_config import auto_class, read_config
 
-    auto: Any = AutoModelForCausalLM
     try:
         config = read_config(directory, str(directory))
     except ConfigError:  # a server may know it
         return None
     # In float32, because transformers makes the dtype of a model the default of PyTorch meanwhile, in all threads.
     with LOADING, torch.device("meta"):
-        model: PreTrainedModel = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        model: PreTrainedModel = auto_class(config).from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
     return model

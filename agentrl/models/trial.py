@@ -33,8 +33,19 @@ Alone = Callable[[PreTrainedModel], Sequence[Tensor]]
 """The same outputs computed by transformers itself, row by row."""
 
 
-def probe(model: PreTrainedModel, packed: Packed, alone: Alone, *, where: str, advice: str) -> None:
+def probe(
+    model: PreTrainedModel,
+    packed: Packed,
+    alone: Alone,
+    *,
+    where: str,
+    advice: str,
+    together: str = "on packed rows",
+) -> None:
     """Check that both ways agree, with the config's own boundaries and with boundaries near the first token.
+
+    Args:
+        together: how `packed` computes the rows, for messages.
 
     Raises:
         ConfigError: they differ, or the model cannot be computed this way; one line that says why.
@@ -60,7 +71,7 @@ def probe(model: PreTrainedModel, packed: Packed, alone: Alone, *, where: str, a
                 raise ConfigError(f"{where}: {e}") from e
             except Exception as e:  # families fail in many ways without their own mask or cache
                 raise ConfigError(
-                    f"{where}: {name} cannot be computed on packed rows ({one_line(e)}){why}; {advice}"
+                    f"{where}: {name} cannot be computed {together} ({one_line(e)}){why}; {advice}"
                 ) from e
             try:
                 wanted = torch.cat(list(alone(tried)))
@@ -71,7 +82,7 @@ def probe(model: PreTrainedModel, packed: Packed, alone: Alone, *, where: str, a
             gap = relative_gap(found, wanted)
             if not gap < tolerance(tried) and bool(wanted.isfinite().all()):  # else the first gradient shows it
                 raise ConfigError(
-                    f"{where}: {name} computes different results on packed rows than on separate rows"
+                    f"{where}: {name} computes different results {together} than on separate rows"
                     f"{beyond} (relative difference {gap:.1e}){why}; {advice}"
                 )
 
@@ -117,19 +128,38 @@ def with_near_boundaries(model: PreTrainedModel) -> PreTrainedModel:
     config = copy.deepcopy(model.config)
     for section in config_sections(config):
         _bring_near(section)
+    return _twin(model, config)
+
+
+def with_eager_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the same model, sharing weights, with the attention that transformers writes out."""
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "eager"
+    return _twin(model, config)
+
+
+def use_own_attention(model: PreTrainedModel) -> None:
+    """Have a model compute with the attention that transformers gives it, if another one was put in its place."""
+    if getattr(model, "_supports_attention_backend", False):
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+
+
+def _twin(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
+    """The same weights under another config."""
     device, dtype = model.device, torch.get_default_dtype()
     try:
         torch.set_default_dtype(model.dtype)
         with no_init_weights():
-            near: PreTrainedModel = type(model)(config)
+            twin: PreTrainedModel = type(model)(config)
     finally:
         torch.set_default_dtype(dtype)
-    near.load_state_dict(model.state_dict(), strict=False, assign=True)
-    near.to(device)  # type: ignore[arg-type]  # buffers: the parameters are there
-    near.set_attn_implementation(model.config._attn_implementation)
-    near.train(False)
-    near.requires_grad_(False)
-    return near
+    twin.load_state_dict(model.state_dict(), strict=False, assign=True)
+    twin.to(device)  # type: ignore[arg-type]  # buffers: the parameters are there
+    if getattr(model, "_supports_attention_backend", False):
+        twin.set_attn_implementation(config._attn_implementation)
+    twin.train(False)
+    twin.requires_grad_(False)
+    return twin
 
 
 def _bring_near(section: dict[str, Any]) -> None:

@@ -90,22 +90,25 @@ class ModelShape:
     @classmethod
     def _of(cls, config: Any, where: str) -> ModelShape:
         import torch
-        from transformers import AutoModelForCausalLM
 
         from agentrl.models.linear import linear_layers, sizes_of, targeted
-        from agentrl.models.model_config import layer_configs, refuse_class, refuse_config, state_layers
+        from agentrl.models.model_config import (
+            auto_class,
+            layer_configs,
+            refuse_class,
+            refuse_config,
+            state_layers,
+        )
 
         refuse_config(config, where)
-        if not state_layers(config):  # a rule says it of those
-            refuse_class(config, where)
-        auto: Any = AutoModelForCausalLM
+        refuse_class(config, where)
         text = max(layer_configs(config), key=_head_dim)  # layers may differ: planned are the widest heads
         for key in _AT_LEAST_ONE:
             if isinstance(size := getattr(text, key, None), int) and size < 1:
                 raise ConfigError(f"{where}: config.json says {key}: {size}; it must be at least 1")
         try:
             with torch.device("meta"):  # shapes without storage
-                model = auto.from_config(config, trust_remote_code=False)
+                model = auto_class(config).from_config(config, trust_remote_code=False)
         except _MADE_NO_MODEL as e:
             raise ConfigError(f"{where}: not a causal language model that can be planned: {str(e)[:300]}") from e
         heads = int(getattr(text, "num_attention_heads", 1))  # a state-space model has none

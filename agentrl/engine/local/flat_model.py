@@ -55,7 +55,54 @@ def load_model(path: str | Path, *, dtype: str, device: str) -> PreTrainedModel:
     return cast(PreTrainedModel, module.to(device))
 
 
-class FlatModel:
+class EngineModel:
+    """A transformers model in eval mode whose weights can be replaced in place.
+
+    Attributes:
+        bytes_per_token, bytes_per_sequence: memory of the cache.
+    """
+
+    bytes_per_token: int
+    bytes_per_sequence: int = 0
+    _state: dict[str, Tensor]
+    """What an update writes to, once the model has its final form."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises ConfigError if the model does not say how long a sequence may be."""
+        model.train(False)
+        self.module = model
+        self.vocabulary = int(model.config.get_text_config().vocab_size)
+        self.max_positions = _positions(model)
+        first = next(model.parameters())
+        self.device, self.dtype = first.device, first.dtype
+
+    def update(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy new values into the parameters, after checking everything.
+
+        Raises:
+            ValueError: an unknown name, a wrong shape, or a missing parameter (of tied parameters one name is
+            enough).
+        """
+        unknown = [name for name in weights if name not in self._state]
+        if unknown:
+            raise ValueError(f"the model has no parameter {_some(unknown)}; names are those of the state dict")
+        for name, tensor in weights.items():
+            if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.is_sparse:
+                raise ValueError(f"{name} must be a dense tensor with values, got {tensor!r:.80}")
+            if tensor.shape != self._state[name].shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)}, the model's {tuple(self._state[name].shape)}"
+                )
+        given = {self._state[name].data_ptr() for name in weights}
+        missing = [name for name, tensor in self._state.items() if tensor.data_ptr() not in given]
+        if missing:
+            raise ValueError(f"weights lack {_some(missing)}; an update must give every parameter")
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                self._state[name].copy_(tensor)
+
+
+class FlatModel(EngineModel):
     """A transformers model on flat batches; construction checks it against the model's own attention."""
 
     def __init__(self, model: PreTrainedModel, *, routes: bool = False) -> None:
@@ -69,15 +116,11 @@ class FlatModel:
         """
         check_attention_support(model)
         register_attention()
-        self.module = model
-        model.train(False)
-        self._recorder = RouteRecorder(model, _WHERE) if routes else None
+        super().__init__(model)
+        self._recorder = RouteRecorder(model, WHERE) if routes else None
         self._fused: FusedDecoder | None = None
-        self.vocabulary = int(model.config.get_text_config().vocab_size)
-        self.max_positions = _positions(model)
-        first = next(model.parameters())
-        self.device, self.dtype = first.device, first.dtype
         self.shape = self._probe()
+        self.bytes_per_token = self.shape.bytes_per_token
         self._state = dict(model.state_dict())
 
     def __call__(self, ids_N: Tensor, positions_N: Tensor, plan: AttentionPlan, keep_k: Tensor) -> Tensor:
@@ -123,31 +166,6 @@ class FlatModel:
         positions = torch.cat([torch.arange(len(row), device=self.device) for row in rows])
         return ids, positions, torch.arange(len(ids), device=self.device)
 
-    def update(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy new values into the parameters, after checking everything.
-
-        Raises:
-            ValueError: an unknown name, a wrong shape, or a missing parameter (of tied parameters one name is
-            enough).
-        """
-        unknown = [name for name in weights if name not in self._state]
-        if unknown:
-            raise ValueError(f"the model has no parameter {_some(unknown)}; names are those of the state dict")
-        for name, tensor in weights.items():
-            if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.is_sparse:
-                raise ValueError(f"{name} must be a dense tensor with values, got {tensor!r:.80}")
-            if tensor.shape != self._state[name].shape:
-                raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}, the model's {tuple(self._state[name].shape)}"
-                )
-        given = {self._state[name].data_ptr() for name in weights}
-        missing = [name for name, tensor in self._state.items() if tensor.data_ptr() not in given]
-        if missing:
-            raise ValueError(f"weights lack {_some(missing)}; an update must give every parameter")
-        with torch.no_grad():
-            for name, tensor in weights.items():
-                self._state[name].copy_(tensor)
-
     def _probe(self) -> CacheShape:
         """Compare our attention with the model's own; returns the cache layout."""
         rows = [[token % self.vocabulary for token in row] for row in (ALONE, SHARED, ENDS[1])]
@@ -172,7 +190,7 @@ class FlatModel:
 
         layers = int(self.module.config.get_text_config().num_hidden_layers)
         try:
-            probe(self.module, packed, alone, where=_WHERE, advice="use engine sglang or vllm")
+            probe(self.module, packed, alone, where=WHERE, advice="use engine sglang or vllm")
             if len(shapes) != layers or len(set(shapes.values())) != 1:
                 raise ConfigError(
                     f"{name} has keys and values of {len(set(shapes.values()))} kinds in {len(shapes)} of "
@@ -209,7 +227,7 @@ class FlatModel:
         except ConfigError:  # no routers, or such that cannot be given experts
             yield
             return
-        replay = RouteReplay(tried, _WHERE)
+        replay = RouteReplay(tried, WHERE)
         try:
             with replay.replaying(routes_NLk):
                 yield
@@ -217,7 +235,7 @@ class FlatModel:
             replay.remove()
 
     def _routes(self, tried: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Tensor:
-        recorder = RouteRecorder(tried, _WHERE)
+        recorder = RouteRecorder(tried, WHERE)
         try:
             found = []
             for row in rows:
@@ -225,7 +243,7 @@ class FlatModel:
                 found.append(recorder.chosen())
         finally:
             recorder.remove()
-        replay = RouteReplay(tried, _WHERE)
+        replay = RouteReplay(tried, WHERE)
         try:
             with replay.trying():
                 self._alone(tried, rows[0])
@@ -234,7 +252,7 @@ class FlatModel:
         return torch.cat(found)
 
 
-_WHERE = "the local engine"
+WHERE = "the local engine"
 
 
 def _positions(model: PreTrainedModel) -> int:

@@ -30,6 +30,7 @@ from agentrl.engine.local.batching import Batcher, BatchLimits, DecodeRecording
 from agentrl.engine.local.constrained import scored
 from agentrl.engine.local.decode import cuda_capture
 from agentrl.engine.local.flat_model import FlatModel, load_model
+from agentrl.engine.local.own_cache import OwnCacheModel, TurnScheduler
 from agentrl.engine.local.slots import BatchRequest
 from agentrl.errors import ConfigError, EngineError
 from agentrl.models.small import is_small
@@ -72,11 +73,16 @@ class EngineCore:
         self, model: PreTrainedModel, *, cuda_graphs: bool = True, routes: bool = False, **bounds: Unpack[Bounds]
     ) -> None:
         """See `LocalEngine`."""
-        self.model = FlatModel(model, routes=routes)
+        self.model = _model_of(model, routes)
         self.small = is_small(model)
         limits = _limits(self.model, bounds, bounds.get("sharers", 1) if self.small else 1)
-        alone = self.model.alone if self.model.dtype == torch.float32 else None  # others round too much
-        self.scheduler = Batcher(self.model, self.model.shape, limits, _recording(self.model, cuda_graphs), alone)
+        self.scheduler: Batcher | TurnScheduler
+        if isinstance(self.model, FlatModel):
+            alone = self.model.alone if self.model.dtype == torch.float32 else None  # others round too much
+            recording = _recording(self.model, cuda_graphs)
+            self.scheduler = Batcher(self.model, self.model.shape, limits, recording, alone)
+        else:
+            self.scheduler = TurnScheduler(self.model, limits)
         self.max_context = limits.max_context
         self.vocabulary = self.model.vocabulary
         self.threads = bounds.get("threads") or (1 if self.small else torch.get_num_threads())
@@ -385,7 +391,22 @@ def run_all(functions: Sequence[Callable[[], None]]) -> None:
         function()
 
 
-def _limits(model: FlatModel, bounds: Bounds, sharers: int) -> BatchLimits:
+def _model_of(model: PreTrainedModel, routes: bool) -> FlatModel | OwnCacheModel:
+    """The model on flat batches if they can hold it, else with transformers' own cache.
+
+    Raises:
+        ConfigError: neither computes what the model computes on whole rows, or it has no routers and `routes` is
+            True.
+    """
+    try:
+        return FlatModel(model, routes=routes)
+    except ConfigError:
+        if routes:
+            raise
+        return OwnCacheModel(model)
+
+
+def _limits(model: FlatModel | OwnCacheModel, bounds: Bounds, sharers: int) -> BatchLimits:
     for name, value in bounds.items():
         if isinstance(value, int) and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
@@ -403,11 +424,11 @@ def _limits(model: FlatModel, bounds: Bounds, sharers: int) -> BatchLimits:
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     memory //= sharers
-    budget = memory // model.shape.bytes_per_token
+    budget = max(0, memory - model.bytes_per_sequence) // model.bytes_per_token
     if budget < min(wanted, max_context or SMALLEST_CONTEXT):
         raise ConfigError(
             f"a key-value cache of {memory >> 20} MiB holds {budget} tokens of this model "
-            f"({model.shape.bytes_per_token} bytes each), fewer than one sequence of "
+            f"({model.bytes_per_token} bytes each), fewer than one sequence of "
             f"{min(wanted, max_context or SMALLEST_CONTEXT)} tokens; raise cache_mb or lower max_context"
         )
     return BatchLimits(

@@ -33,6 +33,7 @@ from torch import Tensor
 from agentrl.engine.base import Engine, EngineCapabilities
 from agentrl.engine.checks import check_prompt, check_sampling, check_session
 from agentrl.engine.fork_server import fork_server
+from agentrl.engine.local.flat_model import FlatModel
 from agentrl.engine.local.local_engine import Bounds, EngineCore, run_all
 from agentrl.engine.local.slots import BatchRequest, IntArray
 from agentrl.errors import AgentRLError, EngineError
@@ -328,7 +329,7 @@ def _main(pipe: Connection, path: str, options: Mapping[str, Any], threads: int)
     gc.freeze()  # a full collection would look at every object of every module
     desk = _Desk(core)
     with contextlib.suppress(EOFError, OSError), torch.inference_mode():
-        routes = core.model.shape.routes is not None
+        routes = isinstance(core.model, FlatModel) and core.model.shape.routes is not None
         pipe.send(Ready(core.max_context, core.vocabulary, routes, core.small))
         going = True
         while going:

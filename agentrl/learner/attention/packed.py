@@ -131,7 +131,7 @@ def register_attention() -> None:
 
 
 def use_attention(module: nn.Module, config: LearnerConfig, device: torch.device) -> None:
-    """Use the attention chosen by `learner.attention` in a loaded model that is on its device.
+    """Use the attention chosen by `learner.attention` in a loaded model that is on its device and packs its rows.
 
     Raises:
         ConfigError: what is asked for cannot work here.
