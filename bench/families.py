@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import json
 import sys
 import tempfile
@@ -29,10 +30,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging
 
 from agentrl.engine.local.local_engine import LocalEngine
+from agentrl.engine.local.own_cache import TurnScheduler
 from agentrl.errors import ConfigError
+from agentrl.learner.apart import rows_apart
 from agentrl.learner.logprobs import token_stats
 from agentrl.learner.pack import pack
 from agentrl.learner.policy_model import load_policy
+from agentrl.models.model_config import auto_class
 from agentrl.types import Sample, Sampling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -119,6 +123,38 @@ class Family:
 def _f(model_type: str, *parts: dict[str, Any], about: str = "", quick: bool = False, **more: Any) -> Family:
     settings = {key: value for part in (*parts, more) for key, value in part.items()}
     return Family(model_type, settings, about, quick)
+
+
+TOWER: dict[str, Any] = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+PATCHES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+ROTATIONS: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}
+}
+TEXT: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": ROTATIONS,
+    "qwen3_vl": ROTATIONS,
+    "glm4v": ROTATIONS,
+    "qwen3_5": {**ROTATIONS, **LINEAR, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "gemma3": {"sliding_window": NEAR, "layer_types": ALTERNATING},
+    "llama4": {**MOE, "attention_chunk_size": NEAR, "floor_scale": NEAR, "intermediate_size_mlp": 64},
+    "lfm2_vl": {"layer_types": ["conv", "full_attention"] * 2},
+}
+
+
+def _seeing(model_type: str, *parts: dict[str, Any], quick: bool = False, **vision: Any) -> Family:
+    """A model of images and text: its vision tower has settings of its own, and so has its text decoder."""
+    base = AutoConfig.for_model(model_type)
+    text = {"model_type": base.text_config.model_type, **SHAPE, **SMALL_HEADS, **TEXT.get(model_type, {})}
+    tower = {key: value for part in (*parts, vision) for key, value in part.items()}
+    tower["model_type"] = base.vision_config.model_type
+    return Family(model_type, {"text_config": text, "vision_config": tower}, "images and text", quick)
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -269,8 +305,18 @@ FAMILIES: tuple[Family, ...] = (
     _f("persimmon", SMALL_HEADS),
     _f("biogpt"),
     _f("xglm", attention_heads=4, ffn_dim=64, num_layers=4, d_model=32),
-    _f("qwen2_5_vl", about="images and text", quick=True),
-    _f("mistral3", about="images and text"),
+    _seeing("qwen2_5_vl", TOWER, out_hidden_size=32, fullatt_block_indexes=[0], quick=True),
+    _seeing("qwen3_vl", TOWER, out_hidden_size=32, deepstack_visual_indexes=[0], num_position_embeddings=16),
+    _seeing("qwen3_5", TOWER, out_hidden_size=32, num_position_embeddings=16, quick=True),
+    _seeing("glm4v", TOWER, out_hidden_size=32),
+    _seeing("mistral3", PATCHES),
+    _seeing("gemma3", PATCHES),
+    _seeing("llama4", PATCHES, vision_output_dim=32, projector_input_dim=32, projector_output_dim=32),
+    _seeing("internvl", PATCHES),
+    _seeing("llava", PATCHES),
+    _seeing("smolvlm", PATCHES),
+    _seeing("lfm2_vl", PATCHES),
+    _f("qwen2_audio", about="sound and text"),
     _f("t5", d_model=32, d_ff=64, num_layers=2, num_heads=4, about="encoder-decoder", quick=True),
 )
 
@@ -287,11 +333,17 @@ class Finding:
     difference: float | None
     reason: str = ""
     engine_reason: str = ""
+    apart: bool = False
+    """Whether the learner computes rows apart."""
+    turns: bool = False
+    """Whether sequences take turns in the engine."""
 
 
 def config_of(family: Family) -> PretrainedConfig:
     """The family's own config class with tiny sizes; settings that a class cannot take are left out."""
     kind = type(AutoConfig.for_model(family.model_type))
+    if "text_config" in family.settings:
+        return kind(**family.settings)
     settings = {**SHAPE, **family.settings}
     for name in [name for name in settings if isinstance(getattr(kind, name, None), property)]:
         del settings[name]
@@ -333,6 +385,17 @@ def samples() -> list[Sample]:
     return sorted(found, key=lambda sample: sample.group)
 
 
+def in_double(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in float64, where rounding does not count; as it is if a layer cannot compute that."""
+    double = copy.deepcopy(model).double()
+    try:
+        with torch.no_grad():
+            double(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False)
+    except RuntimeError:
+        return model
+    return double
+
+
 def plain_logprobs(model: PreTrainedModel, rows: list[Sample]) -> Tensor:
     """[N] of the trained tokens, each row by itself."""
     found = []
@@ -342,20 +405,24 @@ def plain_logprobs(model: PreTrainedModel, rows: list[Sample]) -> Tensor:
     return torch.stack(found)
 
 
-def learner_gap(directory: Path, plain: PreTrainedModel) -> float:
-    """The largest difference of a log-probability."""
+def learner_gap(directory: Path, plain: PreTrainedModel, seen: set[str] | None = None) -> float:
+    """The largest difference of a log-probability; `seen` is told if rows are computed apart."""
     model = load_policy(directory, torch.device("cpu"))
+    if seen is not None and rows_apart(model):
+        seen.add("apart")
     rows = samples()
     with torch.no_grad():
         found, wanted = token_stats(model, pack(rows)).logprobs_N, plain_logprobs(plain, rows)
     return float((found - wanted).abs().max())
 
 
-def engine_gap(directory: Path, plain: PreTrainedModel) -> float:
-    """The largest difference of a sampled token's log-probability."""
+def engine_gap(directory: Path, plain: PreTrainedModel, seen: set[str] | None = None) -> float:
+    """The largest difference of a sampled token's log-probability; `seen` is told if sequences take turns."""
 
     async def play() -> list[tuple[tuple[int, ...], Any]]:
         engine = LocalEngine.from_directory(directory, max_slots=4, cache_mb=64, prefill_chunk=16)
+        if seen is not None and isinstance(engine._scheduler, TurnScheduler):
+            seen.add("turns")
         prompts = [row.ids[:-2] for row in samples()]
         try:
             sampling = Sampling(max_tokens=40, temperature=1.0, seed=0)
@@ -390,13 +457,14 @@ def measure(family: Family, directory: Path) -> Finding:
     config = config_of(family)
     try:
         torch.manual_seed(0)
-        plain = sharpen(AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval())
+        plain = sharpen(auto_class(config).from_config(config, attn_implementation="eager").eval())
         plain.save_pretrained(directory)
     except ValueError:  # no causal language model: its config is all there is
         config.save_pretrained(directory)
         (plain,) = (AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SHAPE)),)
-    learner, gap, reason = verdict(lambda: learner_gap(directory, plain))
-    engine, engine_gap_, engine_reason = verdict(lambda: engine_gap(directory, plain))
+    plain, seen = in_double(plain), set[str]()
+    learner, gap, reason = verdict(lambda: learner_gap(directory, plain, seen))
+    engine, engine_gap_, engine_reason = verdict(lambda: engine_gap(directory, plain, seen))
     gaps = [value for value in (gap, engine_gap_) if value is not None]
     said = str(directory)
     return Finding(
@@ -408,6 +476,8 @@ def measure(family: Family, directory: Path) -> Finding:
         max(gaps) if gaps else None,
         reason.replace(f"model directory {said}: ", ""),
         engine_reason.replace(f"model directory '{said}': ", ""),
+        "apart" in seen,
+        "turns" in seen,
     )
 
 
@@ -432,7 +502,8 @@ def main() -> int:
         found.append(finding)
         label = f"{finding.model_type} {'(' + finding.about + ')' if finding.about else ''}"
         gap = "" if finding.difference is None else f"{finding.difference:.1e}"
-        print(f"{label:<44} learner {finding.learner:<9} engine {finding.engine:<9} {gap}", flush=True)
+        how = f"{'apart' * finding.apart:<6} engine {finding.engine:<9} {'in turns' * finding.turns:<9}"
+        print(f"{label:<44} learner {finding.learner:<9} {how} {gap}", flush=True)
         for said in dict.fromkeys((finding.reason, finding.engine_reason)):
             if said:
                 print(f"    {said}")
@@ -445,8 +516,10 @@ def main() -> int:
         "ratio": round((len(found) - len(bad)) / len(found), 3),
         "unit": "families computed right or refused",
         "families": len(found),
+        "learner_apart": sum(f.apart and f.learner == "right" for f in found),
         "learner_right": sum(f.learner == "right" for f in found),
         "learner_refused": sum(f.learner == "refused" for f in found),
+        "engine_in_turns": sum(f.turns and f.engine == "right" for f in found),
         "engine_right": sum(f.engine == "right" for f in found),
         "engine_refused": sum(f.engine == "refused" for f in found),
         "wrong": len(bad),

@@ -164,14 +164,11 @@ def state_layers(config: PretrainedConfig) -> list[str]:
 
 
 def unsplittable(family: str, kinds: Sequence[str], ranks: int) -> str:
-    """Why the rows of a model with such layers cannot be split over ranks, or packed at all."""
-    layers = f"{family} has layers of kind {', '.join(kinds)}, which carry a state along the row"
-    why = (
-        f"learner.sequence_ranks is {ranks}, and {layers}: a rank with a piece of a row does not have the state "
-        "before it"
-    )
-    return (why if ranks > 1 else f"{layers}: the learner cannot pack rows of such a model") + (
-        "; use a decoder whose tokens meet in attention only (Qwen3, Llama, Mistral and the like)"
+    """Why the rows of a model with such layers cannot be split over ranks."""
+    return (
+        f"learner.sequence_ranks is {ranks}, and {family} has layers of kind {', '.join(kinds)}, which carry a "
+        "state along the row: a rank with a piece of a row does not have the state before it; use a decoder whose "
+        "tokens meet in attention only (Qwen3, Llama, Mistral and the like)"
     )
 
 

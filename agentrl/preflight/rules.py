@@ -408,25 +408,20 @@ def server_fits(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFindin
         yield PlanFinding("PL19", "error", text, fix)
 
 
-def sinks(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
-    """PL20: an attention that the learner does not compute."""
-    if plan.model.sinks:
-        text = f"the attention of {plan.model.kind} has sinks, which the learner does not compute"
-        yield PlanFinding("PL20", "error", text, "use a model with plain attention, such as Qwen3")
-
-
-def state_layers(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
-    """PL18: layers that carry a state along the row."""
-    if not plan.model.state_layers:
+def rows_apart(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
+    """PL18: rows that the learner cannot pack, judging by the config."""
+    if not plan.model.apart:
         return
-    from agentrl.models.model_config import unsplittable  # transformers has read this config already
-
-    said = unsplittable(plan.model.kind, plan.model.state_layers, config.learner.sequence_ranks)
-    text, _, fix = said.partition("; ")
-    yield PlanFinding("PL18", "error", text, fix)
+    why, ranks = f"{plan.model.kind} has {plan.model.apart}", config.learner.sequence_ranks
+    if ranks > 1:
+        text = f"learner.sequence_ranks is {ranks}, and {why}: rows of such a model are computed whole"
+        yield PlanFinding("PL18", "error", text, "remove it, or use a model with plain attention, such as Qwen3")
+        return
+    text = f"{why}: rows are not packed but padded, and what they share is computed for each"
+    yield PlanFinding("PL18", "note", text, "nothing to do; rows of like length waste least")
 
 
 RULES: tuple[Rule, ...] = (
     memory, one_episode, context, turns, division, double_kl, reference, waves, bypass, learning_rate, precision,
-    disk, critic, signal, attention, devices, named_machine, server_fits, state_layers, sinks,
+    disk, critic, signal, attention, devices, named_machine, server_fits, rows_apart,
 )  # fmt: skip

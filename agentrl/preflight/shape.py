@@ -52,10 +52,8 @@ class ModelShape:
     """Numbers of a token that multi-head latent attention keeps in each layer, on servers that know it; else 0."""
     value_dim: int = 0
     """Size of a head's values, where it is not `head_dim`."""
-    sinks: bool = False
-    """Whether its attention has sinks, which the learner does not compute."""
-    state_layers: tuple[str, ...] = ()
-    """The kinds of its layers that carry a state along the row, so that the learner cannot pack rows."""
+    apart: str = ""
+    """What it has that the learner cannot compute on packed rows, as far as the config says; empty if nothing."""
 
     @classmethod
     def of_directory(cls, directory: Path) -> ModelShape:
@@ -97,7 +95,6 @@ class ModelShape:
             layer_configs,
             refuse_class,
             refuse_config,
-            state_layers,
         )
 
         refuse_config(config, where)
@@ -129,7 +126,6 @@ class ModelShape:
             head_dim=_head_dim(text),
             value_dim=int(getattr(text, "v_head_dim", None) or 0),
             latent=int(getattr(text, "kv_lora_rank", None) or 0) and text.kv_lora_rank + text.qk_rope_head_dim,
-            sinks=any(name.endswith(".sinks") for name in blocks),
             vocab=int(text.vocab_size),
             max_context=int(getattr(text, "max_position_embeddings", 2**31)),
             linear=tuple((name, *sizes_of(module)) for name, module in linear.items()),
@@ -141,7 +137,7 @@ class ModelShape:
             head=head.weight.numel() if own_head else 0,
             routed=_routed(text, blocks),
             experts=_experts(text),
-            state_layers=tuple(state_layers(config)),
+            apart=_apart(config, blocks),
         )
 
     def as_critic(self) -> ModelShape:
@@ -348,6 +344,17 @@ def _intermediate(text: Any) -> int:
     each = int(getattr(text, "moe_intermediate_size", 0) or width)
     shared = int(getattr(text, "shared_expert_intermediate_size", 0) or 0)
     return chosen * each + shared + each * int(getattr(text, "n_shared_experts", 0) or 0)
+
+
+def _apart(config: Any, blocks: Mapping[str, int]) -> str:
+    """See `ModelShape.apart`."""
+    from agentrl.models.model_config import state_layers, takes_attention
+
+    if kinds := state_layers(config):
+        return f"layers of kind {', '.join(kinds)}, which carry a state along the row"
+    if any(name.endswith(".sinks") for name in blocks):
+        return "attention with sinks"
+    return "" if takes_attention(config) else "attention that cannot be replaced"
 
 
 def _experts(text: Any) -> tuple[int, int]:

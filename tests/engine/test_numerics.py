@@ -73,7 +73,7 @@ def test_the_fused_pass_in_bfloat16_is_as_near_to_float32_as_the_modules(models:
     assert 0 < fused < 1.3 * modules
 
 
-def test_a_model_whose_state_is_not_keys_and_values_is_refused(tmp_path: Path):
+def test_flat_batches_do_not_take_a_model_whose_state_is_not_keys_and_values(tmp_path: Path):
     config = Qwen3NextConfig(
         vocab_size=64,
         hidden_size=32,
@@ -88,4 +88,4 @@ def test_a_model_whose_state_is_not_keys_and_values_is_refused(tmp_path: Path):
         layer_types=["linear_attention", "full_attention"],
     )
     with pytest.raises(ConfigError, match="has layers of kind linear_attention"):
-        LocalEngine(AutoModelForCausalLM.from_config(config))
+        FlatModel(AutoModelForCausalLM.from_config(config))

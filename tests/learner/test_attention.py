@@ -28,10 +28,11 @@ from transformers import (
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import ConfigError
+from agentrl.learner.apart import rows_apart
 from agentrl.learner.attention import flex
 from agentrl.learner.attention.flex import BLOCK, block_mask
 from agentrl.learner.attention.kind import choose_attention
-from agentrl.learner.attention.packed import NAMES, Spans
+from agentrl.learner.attention.packed import NAMES, Spans, check_attention
 from agentrl.learner.critic import load_critic
 from agentrl.learner.logprobs import token_stats
 from agentrl.learner.pack import pack
@@ -314,7 +315,7 @@ def test_blocks_are_those_that_a_look_at_every_pair_finds(window: int | None):
 # --- what is refused ---------------------------------------------------------------------------------------------
 
 
-REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
+NOT_PACKED: dict[str, tuple[PretrainedConfig, str]] = {
     "bounded scores": (Gemma2Config(**SHAPE), "does not support softcap, which Gemma2Attention uses"),
     "sinks": (
         GptOssConfig(**SHAPE, num_local_experts=2),
@@ -327,18 +328,22 @@ REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_computed_is_refused_when_the_model_is_loaded(tmp_path: Path, name: str):
-    config, text = REFUSED[name]
+@pytest.mark.parametrize("name", NOT_PACKED)
+def test_what_is_not_computed_on_packed_rows_is_computed_apart(tmp_path: Path, name: str):
+    config, text = NOT_PACKED[name]
+    model = load_policy(write(config, tmp_path), CPU)
+    assert rows_apart(model)
+    model.set_attn_implementation(NAMES["sdpa"])
     with pytest.raises(ConfigError, match=text) as caught:
-        load_policy(write(config, tmp_path), CPU)
+        check_attention(model, "here")
     assert "use a decoder whose layers have full or sliding-window attention" in str(caught.value)
 
 
 def test_a_critic_is_checked_as_well(tmp_path: Path):
-    with pytest.raises(ConfigError, match="does not support softcap"):
-        load_critic(write(Gemma2Config(**SHAPE), tmp_path))
-    assert load_critic(write(MistralConfig(**SHAPE, sliding_window=WINDOW), tmp_path / "m")).config.num_labels == 1
+    assert rows_apart(load_critic(write(Gemma2Config(**SHAPE), tmp_path)))
+    critic = load_critic(write(MistralConfig(**SHAPE, sliding_window=WINDOW), tmp_path / "m"))
+    assert critic.config.num_labels == 1
+    assert not rows_apart(critic)
 
 
 def chosen(attention: str = "auto", device: str = "cuda", head: int = 128, **config: Any) -> str:

@@ -298,9 +298,12 @@ class TurnScheduler:
             if kept is not None and self._continues(kept, request.ids):
                 each.cache, each.computed = kept.cache, len(kept.ids)
             request.cached_tokens = each.computed
-            while self._kept and used + wanted + self._held() > self._budget:
-                self._kept.popitem(last=False)
             self._running.append(each)
+            while self._kept and (
+                used + wanted + self._held() > self._budget
+                or len(self._running) + len(self._kept) > self.limits.max_slots
+            ):
+                self._kept.popitem(last=False)
             del self._waiting[request]
 
     def _continues(self, kept: _Kept, ids: IntArray) -> bool:
