@@ -151,7 +151,8 @@ TEXT: dict[str, dict[str, Any]] = {
 def _seeing(model_type: str, *parts: dict[str, Any], quick: bool = False, **vision: Any) -> Family:
     """A model of images and text: its vision tower has settings of its own, and so has its text decoder."""
     base = AutoConfig.for_model(model_type)
-    text = {"model_type": base.text_config.model_type, **SHAPE, **SMALL_HEADS, **TEXT.get(model_type, {})}
+    own = copy.deepcopy(TEXT.get(model_type, {}))  # transformers writes into its rotations
+    text = {"model_type": base.text_config.model_type, **SHAPE, **SMALL_HEADS, **own}
     tower = {key: value for part in (*parts, vision) for key, value in part.items()}
     tower["model_type"] = base.vision_config.model_type
     return Family(model_type, {"text_config": text, "vision_config": tower}, "images and text", quick)

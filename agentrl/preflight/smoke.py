@@ -48,6 +48,17 @@ SMALL: dict[str, Any] = {
     "linear_value_head_dim": 8,
 }
 """Sizes of a tiny model; of an architecture only those that its configuration has are set."""
+SMALL_TOWER: dict[str, Any] = {
+    **dict.fromkeys(("depth", "num_hidden_layers"), 1),
+    **dict.fromkeys(("num_heads", "num_attention_heads"), 2),
+    **dict.fromkeys(("hidden_size", "embed_dim", "intermediate_size"), SMALL["hidden_size"]),
+    **dict.fromkeys(("out_hidden_size", "vision_output_dim", "projector_input_dim"), SMALL["hidden_size"]),
+    "projector_output_dim": SMALL["hidden_size"],
+    "num_position_embeddings": 16,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+}
+"""The tower of a model of images and text, which the run does not use."""
 SMALL_ROLLOUT = {"group_size": 2, "max_turns": 2, "max_tokens": 16, "token_budget": 4096}
 _MARK = "smoke"
 """An empty file that tells the folder of a smoke run from others, whose content is not removed."""
@@ -194,9 +205,9 @@ def make_smoke_model(target: Path, source: Path, corpus: Iterable[str], *, seed:
         ConfigError: transformers has no such architecture, or it cannot be made small.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
-    from agentrl.models.model_config import any_config
+    from agentrl.models.model_config import any_config, auto_class, one_line, reads_images
     from agentrl.models.tiny import make_tokenizer
 
     if (source / "tokenizer.json").is_file():
@@ -212,15 +223,21 @@ def make_smoke_model(target: Path, source: Path, corpus: Iterable[str], *, seed:
             shape = any_config(source, f"model.path {source}")
         else:
             shape = AutoConfig.for_model("qwen3_moe" if _EXPERTS.search(source.name) else "qwen3")
-        shape = getattr(shape, "text_config", shape)
-        _shrink(shape, len(tokenizer))
-        shape.eos_token_id, shape.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+        text = shape.get_text_config()
+        _shrink(text, len(tokenizer))
+        for part in (text, shape):
+            part.eos_token_id, part.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+        if reads_images(shape):
+            _shrink_tower(shape.vision_config)
+        else:
+            shape = text
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            models: Any = AutoModelForCausalLM  # `from_config` has no types
-            model = models.from_config(shape, dtype=torch.float32, trust_remote_code=False)
+            model = auto_class(shape).from_config(shape, dtype=torch.float32, trust_remote_code=False)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as e:
-        raise ConfigError(f"model.path {source}: a tiny model of its architecture cannot be made: {e}") from e
+        raise ConfigError(
+            f"model.path {source}: a tiny model of its architecture cannot be made: {one_line(e)}"
+        ) from e
     model.save_pretrained(target)
 
 
@@ -232,7 +249,16 @@ def _shrink(shape: PretrainedConfig, vocabulary: int) -> None:
         shape.num_key_value_heads, shape.head_dim = shape.num_attention_heads, shape.qk_rope_head_dim
     if getattr(shape, "layer_types", None):
         shape.layer_types = _some_of_each(shape.layer_types, shape.num_hidden_layers)
+    if isinstance(rope := getattr(shape, "rope_parameters", None), dict) and "mrope_section" in rope:
+        pairs = SMALL["head_dim"] // 2
+        rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
     shape.vocab_size, shape.bos_token_id, shape.dtype = vocabulary, None, "float32"
+
+
+def _shrink_tower(shape: PretrainedConfig) -> None:
+    for key, value in SMALL_TOWER.items():
+        if isinstance(getattr(shape, key, None), type(value)):
+            setattr(shape, key, value)
 
 
 def _some_of_each(kinds: Sequence[str], count: int) -> list[str]:

@@ -257,6 +257,8 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     reporter.within("loading the learner")
     learner = await make_learner(config, policy, start)
     stack.push_async_callback(learner.close)
+    for name in await learner.rows_apart():
+        reporter.note(f"{name}: rows are padded instead of packed; see docs/models.md, rows computed apart")
     hints, record = await make_hints(config, renderer, policy), config.log.tokens != "none"
     algorithm = algorithm_of(config, learner.reference_apart, hints, record=record)
     if checkpoint:

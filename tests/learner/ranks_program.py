@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from direct import DirectLearner
-from train_models import make_batch, observed, scored, write_model
+from train_models import VOCABULARY, make_batch, observed, scored, write_model
+from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
@@ -110,10 +111,20 @@ def two_nodes(folder: Path) -> dict[str, object]:
         return {
             "adapters and critic": handed_over(folder / "a", folder, ranks, **adapters),
             "bfloat16": handed_over(folder / "b", folder, ranks, precision="bfloat16"),
+            "rows apart": handed_over(folder / "c", not_packed(folder / "convolutions"), ranks),
         }
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def not_packed(folder: Path) -> Path:
+    """The folder, with a policy whose rows are computed apart."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    kinds = {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2, "initializer_range": 0.2}
+    torch.manual_seed(0)
+    Lfm2ForCausalLM(Lfm2Config(vocab_size=VOCABULARY, **shape, **kinds)).save_pretrained(folder / "policy")
+    return folder
 
 
 def handed_over(saved: Path, folder: Path, ranks: int, critic: CriticConfig | None = None, **config):

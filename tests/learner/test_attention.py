@@ -318,7 +318,7 @@ def test_blocks_are_those_that_a_look_at_every_pair_finds(window: int | None):
 NOT_PACKED: dict[str, tuple[PretrainedConfig, str]] = {
     "bounded scores": (Gemma2Config(**SHAPE), "does not support softcap, which Gemma2Attention uses"),
     "sinks": (
-        GptOssConfig(**SHAPE, num_local_experts=2),
+        GptOssConfig(**SHAPE, num_local_experts=2, num_experts_per_tok=1),
         "does not support s_aux, which GptOssAttention uses",
     ),
     "a state along the row": (

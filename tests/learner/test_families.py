@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, CTRLConfig, LlamaConfig
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.reward_model import RewardModelConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
+from agentrl.engine.local.flat_model import FlatModel, load_model
 from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.errors import ConfigError
 from agentrl.learner.critic import load_critic
@@ -42,16 +43,23 @@ def _load() -> ModuleType:
 bench = _load()
 
 RIGHT = {("qwen2", "sliding window"), ("ministral3", "yarn, scaled queries"), ("deepseek_v3", "")}
+APART = {
+    ("qwen2_moe", "sliding window"),
+    ("llama4_text", "boundaries at 8,192"),
+    ("granitemoehybrid", ""),
+    ("nemotron", ""),
+    ("bloom", "alibi"),
+    ("qwen3_5", "images and text"),
+}
 REFUSED = {
-    ("qwen2_moe", "sliding window"): "beyond sliding_window 24",
-    ("phimoe", "sliding window"): "beyond sliding_window 24",
-    ("llama4_text", "boundaries at 8,192"): "beyond attention_chunk_size 8,192, floor_scale 8,192",
     ("gemma3_text", "dynamic rope in full layers"): "rotary embeddings of type 'dynamic'",
     ("phi3", "longrope"): "rotary embeddings of type 'longrope'",
-    ("granitemoehybrid", ""): "it has layers of kind linear_attention",
-    ("nemotron", ""): "NemotronAttention is called without the keywords given to the model",
-    ("falcon", "alibi"): "FalconForCausalLM does not use transformers",
-    ("qwen2_5_vl", "images and text"): "qwen2_5_vl is a model of images and text (vision_config in config.json)",
+    (
+        "deepseek_v32",
+        "",
+    ): "computes different results in a padded batch than on separate rows beyond index_topk 24",
+    ("falcon", "alibi"): "computes different results in a padded batch than on separate rows",
+    ("qwen2_audio", "sound and text"): "qwen2_audio is a model of sound and text (audio_config in config.json)",
     ("t5", "encoder-decoder"): "t5 is an encoder-decoder model",
 }
 
@@ -68,6 +76,15 @@ def test_a_family_is_computed_exactly_in_learner_and_engine(model_type: str, abo
     assert found.difference < 1e-4
 
 
+@pytest.mark.parametrize(("model_type", "about"), sorted(APART))
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_family_that_cannot_be_packed_is_exact_too(model_type: str, about: str, tmp_path: Path):
+    found = measured(model_type, about, tmp_path)
+    assert (found.learner, found.engine) == ("right", "right"), (found.reason, found.engine_reason)
+    assert (found.apart, found.turns) == (True, True)
+    assert found.difference < 1e-4
+
+
 @pytest.mark.parametrize(("model_type", "about"), sorted(REFUSED))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_family_is_refused_with_its_reason(model_type: str, about: str, tmp_path: Path):
@@ -79,8 +96,10 @@ def test_a_family_is_refused_with_its_reason(model_type: str, about: str, tmp_pa
 
 def test_a_layer_that_attends_twice_is_not_sampled_from_one_cache(tmp_path: Path):
     found = measured("diffllama", "", tmp_path)
-    assert (found.learner, found.engine) == ("right", "refused")
-    assert "a layer attends more than once" in found.engine_reason
+    assert (found.learner, found.engine) == ("right", "right")
+    assert (found.apart, found.turns) == (False, True)
+    with pytest.raises(ConfigError, match="a layer attends more than once"):
+        FlatModel(load_model(tmp_path / "model", dtype="float32", device="cpu"))
 
 
 def test_the_boundaries_of_a_config_are_found_and_brought_near(tmp_path: Path):
@@ -198,8 +217,9 @@ def test_an_adapter_is_neither_critic_nor_reward_model(tmp_path: Path):
 
 
 @pytest.mark.parametrize("model_type", ["falcon", "gptj"])
-def test_a_critic_that_cannot_be_packed_is_one_line(model_type: str, tmp_path: Path):
-    config = bench.config_of(bench.Family(model_type, {"rotary_dim": 8} if model_type == "gptj" else {}))
+def test_a_critic_that_cannot_be_exact_or_made_is_one_line(model_type: str, tmp_path: Path):
+    settings = {"gptj": {"rotary_dim": 8}, "falcon": {"alibi": True}}[model_type]
+    config = bench.config_of(bench.Family(model_type, settings))
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="critic: ") as caught:
         load_critic(tmp_path)

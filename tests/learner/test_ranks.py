@@ -86,6 +86,9 @@ def test_on_two_nodes_adapters_critic_and_bfloat16_are_one_process(scenarios: di
     assert full["gap"] < 1e-5
     assert_same(full["wanted"], full["found"])
     assert "critic/value_error" in full["found"][0]
+    apart = found["rows apart"]
+    assert (apart["nodes"], apart["gap"] < 1e-5) == (2, True)
+    assert_same(apart["wanted"], apart["found"])
     assert low["gap"] < 1e-3, "one learning rate: roundings of bfloat16 differ by how rows are packed"
     for one, many in zip(low["wanted"], low["found"], strict=True):
         assert many["entropy"] == pytest.approx(one["entropy"], rel=2e-2)
