@@ -85,7 +85,7 @@ async def test_a_judge_and_a_reward_server_are_asked_again_after_the_wait(slept:
     with serving(busy("300", "20")) as server:
         judge = Judge(server.url, "m", retries=2)
         assert await judge.ask("?") == "fine"
-        await judge._client.close()
+        await (await judge._clients.get(judge._new_client)).close()
     with serving(busy("200", then=SCORED)) as server:
         assert await RewardApi(server.url, retries=1).score(["t"]) == [0.5]
     assert slept == [300, 20, 200]
@@ -93,7 +93,7 @@ async def test_a_judge_and_a_reward_server_are_asked_again_after_the_wait(slept:
         judge = Judge(server.url, "m", retries=1)
         with pytest.raises(JudgeError, match="429"):
             await judge.ask("?")
-        await judge._client.close()
+        await (await judge._clients.get(judge._new_client)).close()
 
 
 @pytest.mark.parametrize(("retry_s", "first"), [(600, 300.0), (100, 0.5)])

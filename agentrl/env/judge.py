@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.config.address import address_problem, hide_credentials, without_credentials
 from agentrl.env.env import PolicyModel
+from agentrl.env.judge_requests import ClientByLoop, Slots
 from agentrl.env.judge_text import fenced, form_of, neutral, read_score, schema_of
 from agentrl.env.toolenv.asked import found_unusable, waits_for
 from agentrl.env.toolenv.dispatch import within
@@ -32,6 +33,8 @@ from agentrl.types import Message
 if TYPE_CHECKING:
     from ssl import SSLContext
 
+    from openai import AsyncOpenAI
+
 __all__ = ["Judge", "PolicyModel", "RewardApi", "fenced"]
 
 _REFUSED = (400, 413, 422)
@@ -39,7 +42,8 @@ _REFUSED = (400, 413, 422)
 _MODERATED = (403, 451)
 """HTTP status codes of moderated content, or of an endpoint that answers nobody; another question tells which."""
 _FAILED = 500
-"""HTTP status code of a server that raised: because of this question, if it answers others."""
+"""HTTP status code of a server that raised: because of this question, if it answers others. An empty answer counts
+as this status."""
 _HARMLESS = [{"role": "user", "content": "Say OK."}]
 
 
@@ -82,11 +86,11 @@ class Judge:
     _answered: bool = field(default=False, repr=False)
     _takes_form: bool | None = field(default=None, repr=False)
     _answers: dict[str, str] = field(default_factory=dict, repr=False)
-    _client: Any = field(default=None, repr=False)
-    _loop: Any = field(default=None, repr=False)
-    _slots: Any = field(default=None, repr=False)
+    _clients: ClientByLoop = field(default_factory=ClientByLoop, repr=False)
+    _slots: Slots = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self._slots = Slots(self.max_concurrent)
         if problem := address_problem(self.url):
             raise ConfigError(f"judge {self.model}: url {self.address}: {problem}")
         if self.key_env and self.key_env not in os.environ:
@@ -107,7 +111,7 @@ class Judge:
 
         Raises:
             JudgeError: no answer after all attempts.
-            JudgeAnswerError: the answer is empty, or it refuses or fails on this conversation but not on others.
+            JudgeAnswerError: it refuses, fails on or says nothing to this conversation, but answers others.
         """
         return Message("assistant", await self._answer(messages, None))
 
@@ -164,13 +168,6 @@ class Judge:
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
     async def _ask(self, wire: list[dict[str, str]], form: Mapping[str, Any] | None) -> str:
-        from openai import AsyncOpenAI
-
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # the client's connections are tied to one event loop
-            key = os.environ[self.key_env] if self.key_env else "none"
-            self._client = AsyncOpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=self.timeout_s)
-            self._slots, self._loop = asyncio.Semaphore(self.max_concurrent), loop
         problem, usable, attempt, wait_s, status = "", True, 0, 0.0, 0
         while attempt <= self.retries:
             if attempt:
@@ -184,7 +181,7 @@ class Judge:
                 if text:
                     self._answered = True
                     return text
-                problem, usable = "an empty answer", False
+                problem, usable, status = "an empty answer", True, _FAILED
             except CallTimeout:
                 problem, usable = f"no answer after {self.timeout_s:g} s", True
             except Exception as e:
@@ -218,11 +215,18 @@ class Judge:
         except Exception:
             return False
 
+    def _new_client(self) -> AsyncOpenAI:
+        from openai import AsyncOpenAI
+
+        key = os.environ[self.key_env] if self.key_env else "none"
+        return AsyncOpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=self.timeout_s)
+
     async def _once(self, wire: list[dict[str, str]], form: Mapping[str, Any] | None) -> str:
         extra = {} if form is None else {"response_format": form}
-        async with self._slots:
+        client = await self._clients.get(self._new_client)
+        async with self._slots.one():
             self.asked += 1
-            request = self._client.chat.completions.create(
+            request = client.chat.completions.create(
                 model=self.model, messages=wire, temperature=self.temperature, max_tokens=self.max_tokens, **extra
             )
             answer = await within(request, self.timeout_s)

@@ -13,16 +13,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from agentrl.chat.template import Renderer
-from agentrl.clean import clean_message
 from agentrl.config import RunConfig
 from agentrl.env.env import Env, PolicyAccess
 from agentrl.env.load import load_env
 from agentrl.env.toolenv.observe import plain_text
 from agentrl.env.toolenv.rewards import leaving_out_lost
-from agentrl.errors import AgentRLError, CheckpointError, ConfigError, InfraError
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError, EnvError, InfraError
 from agentrl.rollout.content import env_factory
 from agentrl.rollout.group import with_group_rewards
-from agentrl.rollout.lifecycle import EpisodeStatus, OpenEpisode, close_env, score_env
+from agentrl.rollout.lifecycle import EpisodeStatus, OpenEpisode, close_env, score_env, step_env
 from agentrl.rollout.limits import less_overlong
 from agentrl.rollout.renderer import load_renderer
 from agentrl.run_folder.earlier_configs import config_at
@@ -169,9 +168,11 @@ async def _rescore(scorer: _Rescorer, run: Path, steps: Sequence[int], say: Call
 
 @dataclass(slots=True)
 class _Replayed:
-    """An episode whose messages were replayed: the env's turns, or why they are not those of the record."""
+    """An episode whose messages were replayed: the env's turns with their faults, or why they are not those of the
+    record."""
 
     turns: tuple[Turn, ...] = ()
+    faults: Mapping[str, str] = field(default_factory=dict)
     reason: str = ""
 
 
@@ -301,6 +302,7 @@ class _Rescorer:
             turns=list(turns),
             metrics=dict(recorded.metrics),
             stop=recorded.stop_reason,
+            faults=dict(replayed.faults),
             segments=recorded.segments,
             seconds=recorded.seconds,
         )
@@ -344,8 +346,9 @@ class _Rescorer:
         except (ConfigError, _Unrecorded) as e:
             return _Replayed(reason=_line(e))
         except Exception as e:
-            what = "a sandbox broke" if isinstance(e, SandboxBroken) else f"the env raised {type(e).__name__}"
-            return _Replayed(reason=f"{what}: {' '.join(str(e).split())[:160]}")
+            cause = e.__cause__ if isinstance(e, EnvError) and e.__cause__ is not None else e
+            what = "a sandbox broke" if isinstance(e, SandboxBroken) else f"the env raised {type(cause).__name__}"
+            return _Replayed(reason=f"{what}: {' '.join(str(cause).split())[:160]}")
 
     async def _with_group_rewards(
         self, records: Sequence[EpisodeRecord], scored: Sequence[_Scored]
@@ -415,20 +418,20 @@ class _Rescorer:
 
 
 async def _steps(env: Env, recorded: Episode) -> _Replayed:
-    """Replay the turns that the env saw."""
-    turns: list[Turn] = []
+    """Replay the turns that the env saw, by the rules of a run."""
+    replay = OpenEpisode(recorded.task, EpisodeStatus(recorded.id, recorded.task.id), env=env)
     for number, turn in enumerate(recorded.turns):
         last = number == len(recorded.turns) - 1
         if last and turn.finish == "length" and recorded.stop_reason in CUT:
-            turns.append(turn)
+            replay.turns.append(turn)
             break
-        observed, reward, terminated, truncated, info = await env.step(turn.message)
-        if _texts([clean_message(message) for message in observed]) != _texts(turn.observation):
+        observed = await step_env(env, turn, replay, max_turns=len(recorded.turns) + 1)
+        if _texts(observed) != _texts(turn.observation):
             return _Replayed(reason=f"the env answers turn {number} differently")
-        if (terminated or truncated) and not last:
+        if replay.stop is not None and not last:
             return _Replayed(reason=f"the env ends the episode at turn {number}")
-        turns.append(replace(turn, reward=float(reward), calls=info.calls))
-    return _Replayed(tuple(turns))
+        replay.turns[-1] = replace(replay.turns[-1], observation=turn.observation, env_seconds=turn.env_seconds)
+    return _Replayed(tuple(replay.turns), replay.faults)
 
 
 def _reward(part: str) -> str:

@@ -1,10 +1,12 @@
 import asyncio
 import socket
+import threading
 
 import pytest
 
 from agentrl.env import ToolEnv, reward
 from agentrl.env.judge import Judge, RewardApi, fenced
+from agentrl.env.judge_requests import Slots
 from agentrl.env.judge_text import neutral, read_score
 from agentrl.env.read import final_answer
 from agentrl.errors import ConfigError, JudgeAnswerError, JudgeError, RewardError
@@ -75,7 +77,7 @@ class Essay(ToolEnv):
         return await self.judge.score(fenced(final_answer(episode)))
 
 
-@pytest.mark.parametrize("answer", ["BANANA", "8", "Reason: 2 errors", "[" * 100_000, ""])
+@pytest.mark.parametrize("answer", ["BANANA", "8", "Reason: 2 errors", "[" * 100_000])
 async def test_what_states_no_score_counts_0_is_counted_and_is_no_infrastructure(server, answer):
     server.plan = [(200, answer)]
     judge = Judge(f"{server.url}/v1", "m", retries=0)
@@ -87,7 +89,7 @@ async def test_what_states_no_score_counts_0_is_counted_and_is_no_infrastructure
     assert caught.value.rewards == {"quality": 0.0}
     assert judge.malformed == 1
     again = Judge(f"{server.url}/v1", "m", retries=0, on_malformed="infra")
-    with pytest.raises(JudgeError, match=r"no score from 0 to 1|an empty answer"):
+    with pytest.raises(JudgeError, match="no score from 0 to 1"):
         await again.score("?")
     assert await Judge(f"{server.url}/v1", "m", retries=0, low=-1).score("?") == -1
 
@@ -238,6 +240,20 @@ async def test_a_text_that_a_judge_fails_on_is_a_score_and_a_judge_that_fails_on
         await api.score(["another plain text"])
 
 
+@pytest.mark.parametrize("silence", ["", None])
+async def test_a_text_that_a_judge_says_nothing_to_is_a_score_and_a_silent_judge_is_none(server, silence):
+    nothing, said = (200, silence), (200, "OK")
+    judge = Judge(f"{server.url}/v1", "m", high=10, retries=1)
+    server.plan = [nothing, nothing, said, nothing, (200, "8")]
+    assert await judge.score("a text that leaves every model speechless") == 0
+    assert judge.malformed == 1
+    assert await judge.score("a plain text") == 8
+    server.plan = [nothing]
+    with pytest.raises(JudgeError, match="an empty answer"):
+        await judge.score("another plain text")
+    assert judge.malformed == 1
+
+
 async def test_a_judge_that_fails_on_a_schema_is_not_sent_another(server):
     failed = (500, {"error": {"message": "no grammar"}})
     judge = Judge(f"{server.url}/v1", "m", high=10, retries=1)
@@ -336,6 +352,67 @@ async def test_a_judge_that_is_not_there_is_infrastructure():
         await Judge("http://127.0.0.1:9/v1", "m", retries=0).ask("?")
     with pytest.raises(ConfigError, match="environment variable NO_SUCH_KEY is not set"):
         Judge("http://127.0.0.1:9/v1", "m", key_env="NO_SUCH_KEY")
+
+
+async def test_event_loops_of_plain_rewards_share_a_judge_but_no_connections(server, monkeypatch):
+    monkeypatch.setattr(server.RequestHandlerClass, "protocol_version", "HTTP/1.1")  # connections stay open
+    judge = Judge(f"{server.url}/v1", "m", high=10, retries=1)
+    server.plan = [(503, {"error": "busy"}), (200, "8")]
+    asked = asyncio.create_task(judge.score("Asked again after a pause."))
+    while len(server.plan) > 1:  # noqa: ASYNC110 - the server's thread sets no event
+        await asyncio.sleep(0)
+
+    class Essay(ToolEnv):
+        def setup(self) -> str:
+            return "Write."
+
+        @reward
+        def quality(self) -> float:
+            return asyncio.run(judge.score("Asked during the pause."))
+
+    assert (await play(Essay(), Task("t"), ScriptedPolicy(["Done."]))).reward == 8
+    assert await asked == 8
+
+
+def test_a_limit_holds_over_several_event_loops():
+    slots, begin, held, most = Slots(2), threading.Barrier(6), [], []
+
+    async def hold() -> None:
+        async with slots.one():
+            held.append(None)
+            most.append(len(held))
+            await asyncio.sleep(0.001)
+            held.pop()
+
+    async def several() -> None:
+        begin.wait()
+        await asyncio.gather(*(hold() for _ in range(10)))
+
+    threads = [threading.Thread(target=lambda: asyncio.run(several())) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(most) == 60
+    assert max(most) == 2
+    assert slots.free == 2
+
+
+async def test_a_slot_is_given_back_by_one_that_no_longer_waits():
+    slots = Slots(1)
+
+    async def hold() -> None:
+        async with slots.one():
+            await asyncio.sleep(0)
+
+    async with slots.one():
+        canceled, waiting = asyncio.create_task(hold()), asyncio.create_task(hold())
+        await asyncio.sleep(0)
+        canceled.cancel()
+    late = asyncio.create_task(hold())
+    await asyncio.wait({canceled, waiting, late})
+    assert canceled.cancelled()
+    assert slots.free == 1
 
 
 async def test_a_reward_server_scores_texts(server):

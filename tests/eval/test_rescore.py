@@ -180,6 +180,45 @@ def test_a_reward_that_raises_is_named_and_counts_nothing():
     assert found.episodes[0].parts["wordy"].rescored == 0.0
 
 
+def test_a_turn_reward_that_raises_is_named_and_the_episode_is_not_solved():
+    run = make_run()
+    other = Path("other.py")
+    other.write_text(ENV.replace("return 0.5 if", "return 1 // turn.index if"))
+    first, _, third = scored(run, f"env.use={other.absolute()}:Ledger").episodes
+    assert "ZeroDivisionError" in first.faults["tidy"]
+    assert (first.solved_recorded, first.solved) == (True, False)
+    assert first.parts[TURNS].rescored == 0.0
+    assert third.faults == {}, "it calls no tool"
+
+
+STEPS = """
+from agentrl.env import Env, StepInfo
+from agentrl.types import Message
+
+
+class Ledger(Env):
+    solved_at = 0.0
+
+    async def reset(self, task):
+        return [Message("user", "Go.")], {}
+
+    async def step(self, message):
+        return [], REWARD, True, False, StepInfo()
+"""
+
+
+def test_a_step_reward_that_is_no_number_counts_nothing_and_is_named():
+    run = make_run(STEPS.replace("REWARD", "1.0"))
+    other = Path("other.py")
+    for value in ("float('nan')", "None", "10**400"):
+        other.write_text(STEPS.replace("REWARD", value))
+        for episode in scored(run, f"env.use={other.absolute()}:Ledger").episodes:
+            assert (episode.recorded, episode.rescored) == (1.0, 0.0)
+            assert "Ledger.step returned the reward" in episode.faults["step"]
+            assert (episode.solved_recorded, episode.solved) == (True, False)
+            assert episode.replayed == ""
+
+
 def test_episodes_without_a_reward_are_left_out():
     found = scored(make_run(error=True))
     assert len(found.episodes) == 2
