@@ -40,6 +40,7 @@ from agentrl.env.verl import (
     VerlTool,
     VerlToolEntry,
     accepted,
+    check_ground_truth,
     column,
     is_compute_score,
     score_arguments,
@@ -101,8 +102,9 @@ class ComposedEnv(ToolEnv):
     async def setup(self, prompt: str | list[dict[str, object]], **row: Any) -> str | list[Message]:
         """Open with the row's prompt; verl-style tools are created with the row's `extra_info.tools_kwargs`."""
         extra = column(self.task, "extra_info")
-        if any(map(is_compute_score, self._rewards.values())):
-            column(self.task, "reward_model")  # the policy should not play a row that cannot be scored
+        for name, function in self._rewards.items():  # the policy should not play a row that cannot be scored
+            if is_compute_score(function):
+                check_ground_truth(self.task, name, function)
         selected = extra.get("tool_selection")
         if selected is not None:
             known = self._bound()

@@ -289,6 +289,18 @@ def column(task: Task, name: str) -> Mapping[str, Any]:
     return value
 
 
+def check_ground_truth(task: Task, reward: str, function: Callable[..., object]) -> None:
+    """Raises ConfigError if a row lacks the `ground_truth` that a `compute_score` takes."""
+    given = column(task, "reward_model")
+    argument = inspect.signature(function).parameters.get("ground_truth")
+    if argument is not None and argument.default is argument.empty and "ground_truth" not in given:
+        raise ConfigError(
+            f"task {task.id!r}: the reward {reward!r} takes `ground_truth`, and the row has no "
+            "`reward_model.ground_truth`, where verl's rows have it; add it, give the argument a default, or "
+            "write a reward f(episode) that reads the answer from `episode.task.row`"
+        )
+
+
 def score_arguments(
     episode: Episode, tools: Sequence[VerlTool], decode: Callable[[Sequence[int]], str] | None
 ) -> dict[str, object]:

@@ -308,6 +308,22 @@ async def test_a_column_of_verls_that_is_no_mapping_is_the_users(file, column):
     await env.close()
 
 
+@pytest.mark.parametrize("more", [{"answer": "6"}, {"ground_truth": "6"}, {"reward_model": {"style": "rule"}}])
+async def test_a_row_without_the_ground_truth_that_a_score_takes_is_the_users(file, more):
+    env = ComposedEnv(reward=f"{file}:compute_score")
+    with pytest.raises(
+        ConfigError, match="task 't': the reward 'compute_score' takes `ground_truth`, and the row"
+    ):
+        await env.reset(Task("t", {"prompt": "x", **more}))
+    await env.close()
+
+    def length(solution_str, ground_truth=None):
+        return float(len(solution_str) if ground_truth is None else 0)
+
+    episode = await play(ComposedEnv(reward=length), Task("t", {"prompt": "x", **more}), ScriptedPolicy(["six"]))
+    assert episode.rewards == {"length": 3.0}
+
+
 async def test_two_rewards_of_a_composition_never_share_a_name(file):
     with pytest.raises(ConfigError, match="reward 'a/b': a name must not contain `/`"):
         ComposedEnv(reward={"a": f"{file}:parts", "a/b": f"{file}:half"})
