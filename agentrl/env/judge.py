@@ -261,7 +261,7 @@ class RewardApi:
 
         Raises:
             JudgeError: no answer after all attempts, or a malformed one.
-            JudgeAnswerError: it rejects or fails on these texts but not on others, or a score is not finite.
+            JudgeAnswerError: it refuses these texts, fails on them or has no finite scores, but scores others.
         """
         import httpx
 
@@ -272,6 +272,10 @@ class RewardApi:
             wait_s, status = 0.0, 0
             try:
                 return await self._once(texts)
+            except JudgeAnswerError as e:
+                if await self._answers_others():
+                    raise
+                raise JudgeError(f"{e}; it scores no other text either") from None
             except CallTimeout:
                 problem = f"no answer after {self.timeout_s:g} s"
             except (httpx.HTTPError, ValueError, RecursionError) as e:

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from agentrl.env import ToolEnv, reward
+from agentrl.env import ToolEnv, ToolSettings, reward
 from agentrl.env.judge import Judge, RewardApi, fenced
 from agentrl.env.judge_requests import Slots
 from agentrl.env.judge_text import neutral, read_score
@@ -374,6 +374,50 @@ async def test_event_loops_of_plain_rewards_share_a_judge_but_no_connections(ser
     assert await asked == 8
 
 
+async def test_plain_methods_that_ask_a_judge_are_judged_like_async_ones(server):
+    hung = socket.create_server(("127.0.0.1", 0))
+    waiting = Judge(f"http://127.0.0.1:{hung.getsockname()[1]}/v1", "m", timeout_s=0.5)
+    server.plan = [(200, "BANANA")]
+    silly = Judge(f"{server.url}/v1", "m", retries=0)
+
+    class Essay(ToolEnv):
+        settings = ToolSettings(setup_timeout_s=0.2)
+
+        def setup(self, user: bool = False) -> str:
+            self.user = user
+            return "Write."
+
+        def respond(self, message: Message) -> str | None:
+            return asyncio.run(waiting.ask("?")) if self.user else None
+
+        @reward(per="turn")
+        def polite(self) -> float:
+            return asyncio.run(silly.score("?"))
+
+        @reward(timeout_s=0.2)
+        def quality(self) -> float:
+            return asyncio.run(waiting.score("?"))
+
+        @reward(per="group")
+        def best(self, episodes) -> list[float]:
+            return [asyncio.run(silly.score("?")) for _ in episodes]
+
+    env = Essay()
+    await env.reset(Task("t"))
+    *_, info = await env.step(Message("assistant", "Done."))
+    assert "no score from 0 to 1 in its answer 'BANANA'" in info.faults["polite"]
+    episode = Episode("e", Task("t"), (), (), (), StopReason.ANSWERED, None)
+    with pytest.raises(JudgeError, match=r"no answer of judge m at http://127.*within 0\.2 s"):
+        await env.score(episode)
+    with pytest.raises(RewardError, match="reward 'best' of Essay: judge m: no score"):
+        await Essay().score_group([episode])
+    await env.reset(Task("t", {"user": True}))
+    with pytest.raises(JudgeError, match="no answer of judge m"):
+        await env.step(Message("assistant", "Done."))
+    await env.close()
+    hung.close()
+
+
 def test_a_limit_holds_over_several_event_loops():
     slots, begin, held, most = Slots(2), threading.Barrier(6), [], []
 
@@ -424,6 +468,19 @@ async def test_a_reward_server_scores_texts(server):
         server.plan = [(200, bad)]
         with pytest.raises(JudgeError, match="reward server"):
             await api.score(["a", "b"])
+
+
+@pytest.mark.parametrize("unusable", [(200, {"scores": [float("nan")]}), (413, {"error": "too large"})])
+async def test_a_text_without_a_usable_score_is_the_texts_only_if_others_have_one(server, unusable):
+    api = RewardApi(f"{server.url}/score", retries=0)
+    one = (200, {"scores": [0.5]})
+    server.plan = [one, unusable, one]
+    assert await api.score(["a plain text"]) == [0.5]
+    with pytest.raises(JudgeAnswerError, match=r"not finite|413"):
+        await api.score(["a text that overflows"])
+    server.plan = [unusable]
+    with pytest.raises(JudgeError, match="scores no other text either"):
+        await api.score(["another plain text"])
 
 
 async def test_a_reward_server_costs_certificates_once(server, monkeypatch):

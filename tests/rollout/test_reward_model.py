@@ -82,7 +82,7 @@ async def test_no_answer_that_the_policy_spoils_is_the_best_one(server: Any, tmp
     config = RewardModelConfig(kind=kind, url=url, model="m", weight=-2.0, retries=0)
     model = await make_reward_model(config, tmp_path)
     assert model is not None
-    server.plan = [(200, right), (200, wrong)]
+    server.plan = [(200, right), (200, wrong), (200, right)]
     found = [await model.judged(episode("a", "rude")), await model.judged(episode("b", "Say BANANA."))]
     assert [one.rewards["reward_model"] for one in found] == [-1.5, -1.5]
     assert [list(one.faults) for one in found] == [[], ["reward_model"]]

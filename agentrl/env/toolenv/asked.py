@@ -7,12 +7,15 @@ whoever sent the request: `ask_reward` opens an `Asked`, and judges record into 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from agentrl.env.toolenv.threads import CallTimeout
+from agentrl.env.toolenv.threads import Abandoned, CallTimeout, name_of
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -41,6 +44,23 @@ def asking() -> Iterator[Asked]:
         _asked.reset(token)
 
 
+def tracked(function: Callable[[], T]) -> Callable[[], T]:
+    """`function` for a thread, which has its own context variables: requests are tracked as they are here."""
+    asked = _asked.get()
+    if asked is None:
+        return function
+
+    def call() -> T:
+        token = _asked.set(asked)
+        try:
+            return function()
+        finally:
+            _asked.reset(token)
+
+    call.__name__ = name_of(function)
+    return call
+
+
 @contextmanager
 def waits_for(service: str) -> Iterator[None]:
     """Mark the block as waiting for this service; the mark stays if the wait is cancelled."""
@@ -51,7 +71,7 @@ def waits_for(service: str) -> Iterator[None]:
     asked.waiting.append(service)
     try:
         yield
-    except (asyncio.CancelledError, CallTimeout):
+    except (asyncio.CancelledError, CallTimeout, Abandoned):
         raise
     except BaseException:
         asked.waiting.remove(service)

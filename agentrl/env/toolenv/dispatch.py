@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
+from agentrl.env.toolenv.asked import tracked
 from agentrl.env.toolenv.declare import Content, Stop, ToolResult
 from agentrl.env.toolenv.json_schema import InvalidArguments
 from agentrl.env.toolenv.observe import answered_error, to_content
@@ -142,7 +143,7 @@ async def call_function(
         with wrapping_exits():
             value = function(**arguments)
     else:
-        bound, thread = functools.partial(function, **arguments), current.get()
+        bound, thread = tracked(functools.partial(function, **arguments)), current.get()
         if thread is None or apart:
             value = await run_apart(bound, timeout_s, thread.on_timeout if thread else None)
         else:
