@@ -89,7 +89,12 @@ METRICS: tuple[MetricDoc, ...] = (
             "Fraction of scored episodes that are solved; only if the env declares what that is.",
         ),
         ("*reward/{name}", "", "Mean of one part of the reward, before its weight; 0 for an episode without it."),
-        ("*groups_with_signal", "groups", "Groups whose episodes did not all earn the same reward."),
+        (
+            "*groups_with_signal",
+            "groups",
+            "Groups whose episodes did not all earn the same reward, or the same in each part (`gdpo`) or turn "
+            "(`turn_level`, `optimal_token_baseline`).",
+        ),
         ("episodes_without_advantage", "episodes", "Episodes whose tokens all have advantage 0."),
         ("dropped_groups", "groups", "Groups without any advantage that `drop_zero_signal_groups` left out."),
         ("refilled_groups", "groups", "Groups without signal that `refill_zero_signal` replaced by new ones."),

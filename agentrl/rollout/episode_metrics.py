@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from agentrl.algo.entries import Signal
 from agentrl.env.curriculum import has_signal
@@ -102,13 +103,18 @@ def _sampled(episode: Episode) -> int:
     return recorded or sum(turn.tokens for turn in episode.turns)
 
 
-def episode_metrics(groups: Sequence[Group], aside: Sequence[Group] = ()) -> dict[str, float]:
+def episode_metrics(
+    groups: Sequence[Group],
+    aside: Sequence[Group] = (),
+    signals: Mapping[str, Signal] = MappingProxyType({}),
+) -> dict[str, float]:
     """Means and counts over the episodes of a step; failed ones are counted and enter no mean.
 
     Args:
         groups: what is trained.
         aside: groups that gave their places to others; only their episodes, failures and tokens are counted, as
             those of greedy episodes.
+        signals: by env, what of the rewards has to differ for a signal; else their sums.
     """
     episodes = [e for g in groups for e in g.episodes]
     extra = [e for g in aside for e in g.episodes] + [g.greedy for g in (*groups, *aside) if g.greedy is not None]
@@ -121,7 +127,7 @@ def episode_metrics(groups: Sequence[Group], aside: Sequence[Group] = ()) -> dic
         "infra_failures": float(failed),
         "malformed": float(sum(map(is_malformed, episodes))),
         "limits": float(sum(e.stop_reason in LIMITS for e in episodes)),
-        "groups_with_signal": float(sum(len({e.reward for e in g.episodes}) > 1 for g in groups)),
+        "groups_with_signal": float(sum(group_has_signal(g, signals.get(g.task.env, "sum")) for g in groups)),
         "sampled_tokens": float(sum(map(_sampled, (*episodes, *extra)))),
         "turns": _mean(len(e.turns) for e in episodes),
         "engine_seconds": _mean(t.engine_seconds for t in turns),

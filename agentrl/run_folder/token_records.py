@@ -37,7 +37,7 @@ REJECTED = 8
 VETOED = 16
 """Flag: the ratio of its episode is out of bounds (`algorithm.ratio_veto`)."""
 SKIPPED = 32
-"""Flag: all advantages of its episode are 0, which leaves nothing to compute."""
+"""Flag: all advantages of its episode are 0, which leaves nothing to compute, or dropped its group."""
 
 
 @dataclass(frozen=True, slots=True)

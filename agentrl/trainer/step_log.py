@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from agentrl.algo.correction import DriftGate
+from agentrl.algo.entries import Signal
 from agentrl.config.run import RunConfig
 from agentrl.env.toolenv.rewards import weight_of_nothing
 from agentrl.errors import AgentRLError
@@ -15,7 +16,7 @@ from agentrl.learner.split import StepResult
 from agentrl.reporting.loggers.log_feed import LogFeed
 from agentrl.reporting.report import Reporter
 from agentrl.rollout.admission import Batch
-from agentrl.rollout.episode_metrics import episode_metrics, group_has_signal, reward_parts, set_aside, staleness
+from agentrl.rollout.episode_metrics import episode_metrics, reward_parts, set_aside, staleness
 from agentrl.run_folder.curve import write_curve
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.run_folder.redraws import Redraws
@@ -56,11 +57,8 @@ class StepLog:
 
     def metrics(self, batch: Batch, update: StepResult, timing: Mapping[str, float]) -> dict[str, float]:
         """The metrics of a step; `timing` has its `seconds`."""
-        found = episode_metrics(batch.groups, batch.aside) | staleness(batch.groups, batch.step - 1)
         signals = {name: view.algorithm.signal for name, view in self.config.by_env.items()}
-        if any(signal != "sum" for signal in signals.values()):
-            signal = [group_has_signal(group, signals[group.task.env]) for group in batch.groups]
-            found["groups_with_signal"] = float(sum(signal))
+        found = episode_metrics(batch.groups, batch.aside, signals) | staleness(batch.groups, batch.step - 1)
         found |= {**update.metrics, **batch.metrics, **timing}
         found |= {
             "trained_tokens": float(update.trained),
@@ -70,7 +68,7 @@ class StepLog:
         if any(view.rollout.refill_zero_signal for view in self.config.by_env.values()):
             found |= set_aside(batch.aside)
         for name in self.config.envs:
-            found |= _metrics_of_env(name, batch)
+            found |= _metrics_of_env(name, batch, signals)
         return found
 
     def episodes(self, batch: Batch, rows: TrainingRows) -> None:
@@ -199,12 +197,12 @@ def _of_env(name: str, groups: Sequence[Group]) -> list[Group]:
     return [group for group in groups if group.task.env == name]
 
 
-def _metrics_of_env(name: str, batch: Batch) -> dict[str, float]:
+def _metrics_of_env(name: str, batch: Batch, signals: Mapping[str, Signal]) -> dict[str, float]:
     """The metrics of one of several envs in a step, as `env/NAME/...`; only the counts if it had no group."""
     groups, aside = _of_env(name, batch.groups), _of_env(name, batch.aside)
     found = {"groups": float(len(groups))}
     if groups or aside:
-        found |= episode_metrics(groups, aside) | set_aside(aside)
+        found |= episode_metrics(groups, aside, signals) | set_aside(aside)
     return {f"env/{name}/{key.removeprefix('env/')}": value for key, value in found.items()}
 
 

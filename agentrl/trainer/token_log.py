@@ -39,23 +39,39 @@ def _columns(episode: Episode, found: Sequence[tuple[Sample, TokenValues]], rows
     starts, total = _starts(episode)
     given = {name for _, values in found for name in values}
     columns = {name: np.full(total, np.nan) for name in VALUES if name in given}
-    flags = np.full(total, 0 if found else MASKED, dtype=np.int64)
+    estimated = rows.by_segment.get(episode.id, {})
+    flags = np.full(total, 0 if found else _why_absent(estimated, rows), dtype=np.int64)
     advantages = np.full(total, np.nan)
-    for segment, advantage in rows.by_segment.get(episode.id, {}).items():
+    for segment, advantage in estimated.items():
         start = starts[segment]
         advantages[start : start + len(episode.segments[segment].ids)] = advantage
-    full = [row for row in rows_of(episode.segments) if any(row.loss_mask)] if found else []
-    for row, (sample, values) in zip(full, found, strict=bool(found)):
+    left = list(found)
+    for row in (row for row in rows_of(episode.segments) if found and any(row.loss_mask)):
         place_of = np.full(len(row.ids), -1, dtype=np.int64)
         place_of[np.flatnonzero(row.loss_mask)] = _places(row, starts)
+        if not left or left[0][0].ids != row.ids:  # rejected as a whole, so that it was left out
+            flags[place_of[place_of >= 0]] |= REJECTED
+            continue
+        sample, values = left.pop(0)
         trained = np.asarray(sample.loss_mask)
         flags[place_of[~trained & (place_of >= 0)]] |= REJECTED
         places = place_of[trained]
         known = places >= 0  # all of them, unless something has moved the mask
         flags[places[known]] |= SKIPPED if episode.id in rows.idle else TRAINED
         _fill(columns, advantages, flags, places[known], {k: column[known] for k, column in values.items()})
+    if left:
+        raise ValueError(f"{len(left)} rows of {episode.id} are not rows of its segments")
     present = {name: column for name, column in columns.items() if not np.isnan(column).all()}
     return TokenColumns(advantages=advantages, flags=flags, **present)
+
+
+def _why_absent(estimated: Mapping[int, float], rows: TrainingRows) -> int:
+    """The flag of an episode without rows: it was kept out before its advantages were `estimated`, its group was
+    dropped because they are 0, or the correction rejected all of its tokens."""
+    if not estimated:
+        return MASKED
+    dropped = "dropped_groups" in rows.metrics and not any(estimated.values())
+    return SKIPPED if dropped else REJECTED
 
 
 def _fill(

@@ -39,6 +39,15 @@ def test_rewards_of_turns_are_means_under_their_names():
     assert "env/reward/tidy" not in found
 
 
+def test_a_signal_is_what_the_advantage_of_the_env_compares():
+    parts = [replace(episode(), reward=0.0, rewards={"up": x, "down": -x}) for x in (0.25, 0.5)]
+    groups = [Group(Task("t", env=name), tuple(parts)) for name in ("sums", "parts")]
+    assert episode_metrics(groups)["groups_with_signal"] == 0
+    assert episode_metrics(groups, signals={"parts": "parts"})["groups_with_signal"] == 1
+    rounded = Group(TASK, (replace(episode(), reward=0.1 + 0.2), replace(episode(), reward=0.3)))
+    assert episode_metrics([rounded])["groups_with_signal"] == 0, "rollout.refill_zero_signal replaces it"
+
+
 def test_solved_is_what_was_declared_and_left_out_where_nothing_was():
     rewarded = replace(episode(), rewards={"correct": 0.875})
     groups = [Group(TASK, (rewarded, rewarded))]

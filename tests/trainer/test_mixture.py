@@ -112,6 +112,46 @@ def test_a_run_of_two_envs_resumes_bit_for_bit_and_logs_each(tmp_path: Path):
         assert step["episodes"] == step["env/math/episodes"] + step["env/sql/episodes"]
 
 
+CANCEL = """
+from itertools import count
+
+from agentrl import reward
+from agentrl.envs.calculator import Calculator
+
+NUMBERS = count(1)
+
+
+class Cancel(Calculator):
+    def setup(self, **row):
+        self.number = next(NUMBERS)
+        return super().setup(**row)
+
+    @reward()
+    def up(self) -> float:
+        return self.number
+
+    @reward()
+    def down(self) -> float:
+        return -self.number
+"""
+"""Rewards that differ in each part and never in their sum."""
+
+
+def test_groups_with_signal_of_the_envs_add_up(tmp_path: Path):
+    file = tmp_path / "cancel.py"
+    file.write_text(CANCEL)
+    envs: dict[str, Any] = {
+        "cancel": {"use": f"{file}:Cancel", "algorithm": {"advantage": "gdpo"}},
+        "math": {"use": "agentrl.envs.calculator:Calculator"},
+    }
+    settings = config(steps=1, envs=envs, eval={"before_training": False, "every": 0, "tasks": 1})
+    run(settings, tmp_path / "run")
+    step = lines(tmp_path / "run")[-1]
+    of_envs = [step[f"env/{name}/groups_with_signal"] for name in envs]
+    assert of_envs[0] == step["env/cancel/groups"] > 0
+    assert sum(of_envs) == step["groups_with_signal"]
+
+
 def test_asynchronous_steps_keep_the_shares(tmp_path: Path):
     rollout = dict(config().rollout.model_dump(), max_staleness=2)
     assert run(config(rollout=rollout, eval={"before_training": False, "tasks": 1}), tmp_path / "r").finished

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from agentrl.algo.metrics import Metric
 from agentrl.errors import CheckpointError
 from agentrl.run_folder.token_records import (
     MASKED,
@@ -60,6 +61,33 @@ def test_what_does_not_train_says_why():
     assert found["e2"].learner_logprobs.tolist()[1:] == [-1.0, -2.0]
     assert np.isnan(found["e2"].learner_logprobs[0])
     assert found["e3"].flags.tolist() == [TRAINED, VETOED, TRAINED]
+
+
+def test_an_episode_that_lost_all_its_rows_says_why():
+    group = Group(Task("t"), tuple(episode(f"e{n}", 1.0) for n in range(3)))  # masked, with an advantage, with 0
+    step = TrainingRows([], by_segment={"e1": {1: 0.5}, "e2": {1: 0.0}})
+
+    def flags(step: TrainingRows) -> list[set[int]]:
+        return [set(one.flags.tolist()) for one in token_columns([group], step, []).values()]
+
+    assert flags(step) == [{MASKED}, {REJECTED}, {REJECTED}]
+    dropping = replace(step, metrics={"dropped_groups": Metric("sum", 1.0)})
+    assert flags(dropping) == [{MASKED}, {REJECTED}, {SKIPPED}]
+    assert token_columns([group], step, [])["e1"].advantages.tolist() == [0.5] * 3
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_row_that_was_rejected_leaves_the_other_rows_of_its_episode(lost: int):
+    forked = episode("e0", 1.0, segments=(PROMPT, ANSWER, FORK))
+    rows = episode_samples(forked)
+    kept = [row for number, row in enumerate(rows) if number != lost]
+    given = [values(*(-1.0 for on in row.loss_mask if on)) for row in kept]
+    step = TrainingRows(kept, by_segment={"e0": {1: 0.5, 2: -0.5}})
+    found = token_columns([Group(Task("t"), (forked,))], step, given)["e0"]
+    flags = [[TRAINED] * 3, [TRAINED] * 2]
+    flags[lost] = [REJECTED] * len(flags[lost])
+    assert found.flags.tolist() == [flag for row in flags for flag in row]
+    assert np.isnan(found.learner_logprobs).tolist() == [flag == REJECTED for row in flags for flag in row]
 
 
 def test_a_file_reads_back_rounded_and_a_damaged_one_is_an_error(tmp_path: Path):
