@@ -95,7 +95,12 @@ METRICS: tuple[MetricDoc, ...] = (
             "Groups whose episodes did not all earn the same reward, or the same in each part (`gdpo`) or turn "
             "(`turn_level`, `optimal_token_baseline`).",
         ),
-        ("episodes_without_advantage", "episodes", "Episodes whose tokens all have advantage 0."),
+        (
+            "episodes_without_advantage",
+            "episodes",
+            "Episodes whose tokens all have advantage 0. If no penalty, bonus or critic needs them, the update "
+            "skips them, and means over trained tokens (`entropy`, `drift/mean_abs`, ...) leave them out.",
+        ),
         ("dropped_groups", "groups", "Groups without any advantage that `drop_zero_signal_groups` left out."),
         ("refilled_groups", "groups", "Groups without signal that `refill_zero_signal` replaced by new ones."),
         ("refilled_episodes", "episodes", "Episodes in the groups that were replaced."),
@@ -176,7 +181,12 @@ METRICS: tuple[MetricDoc, ...] = (
     ),
     *_docs(
         "sampler and learner",
-        ("*drift/mean_abs", "nats", "Mean absolute difference between learner and sampler log-probability."),
+        (
+            "*drift/mean_abs",
+            "nats",
+            "Mean absolute difference between learner and sampler log-probability before the step; with "
+            "`algorithm.old_logprobs: sampler` and several updates, of the tokens of the first one.",
+        ),
         ("drift/max_abs", "nats", "The largest such difference."),
         ("*drift/kl", "nats", "Mean of the sampler's minus the learner's log-probability."),
         ("drift/k3", "nats", "The same distance by the k3 estimator."),
@@ -232,8 +242,8 @@ METRICS: tuple[MetricDoc, ...] = (
     ),
     *_docs(
         "episodes",
-        ("episodes", "episodes", "Episodes played for the step: trained, set aside, greedy and failed ones."),
-        ("*turns", "turns", "Mean number of turns of a trained episode."),
+        ("episodes", "episodes", "Episodes played for the step: scored, set aside, greedy and failed ones."),
+        ("*turns", "turns", "Mean number of turns of a scored episode."),
         ("*limits", "episodes", "Episodes cut by a limit on turns, tokens, calls, context or time."),
         ("*infra_failures", "episodes", "Episodes lost to infrastructure failures; they do not train."),
         ("stop/{reason}", "episodes", "Episodes that ended for this reason."),
@@ -293,7 +303,7 @@ METRICS: tuple[MetricDoc, ...] = (
     ),
     *_docs(
         "time",
-        ("*seconds", "s", "Wall time of the step."),
+        ("*seconds", "s", "Wall time of the step, without evaluations and checkpoints."),
         ("*rollout_seconds", "s", "Time that the learner waited for the step's episodes."),
         ("*update_seconds", "s", "Time of the update: annotation, advantages, loss, optimizer."),
         ("update_began_seconds", "s", "When the update began, in seconds since 1970."),

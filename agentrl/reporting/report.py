@@ -33,9 +33,9 @@ class Summary:
     warmup_seconds: float = 0.0
     """Time of the cold start."""
     train_seconds: float = 0.0
-    """Time of the training steps: neither start-up, nor cold start, nor evaluation."""
+    """Time of the training steps, without start-up, cold start, evaluations and checkpoints; a fork's own."""
     wall_seconds: float = 0.0
-    """Time from start to end."""
+    """Time from start to end; for a process that was killed, that of the steps it had logged."""
     episodes: int = 0
     """Training episodes played."""
     sampled_tokens: int = 0

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pydantic_core import from_json
 
@@ -81,6 +81,12 @@ class Metrics:
     steps: list[int] = field(default_factory=list)
     values: dict[str, list[float | None]] = field(default_factory=dict)
     num_bytes: int = 0
+    last_line: bytes = b""
+
+    def continued_in(self, file: IO[bytes]) -> bool:
+        """Whether a file has the last line where it was read; leaves it there, after that line."""
+        file.seek(self.num_bytes - len(self.last_line))
+        return file.read(len(self.last_line)) == self.last_line
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Append a line; one of a step that is there replaces it and all after it, as a resumed run does. A late
@@ -111,13 +117,15 @@ class Metrics:
             if name not in ("step", LATE) and (number := _number(value)) is not None:
                 self.values.setdefault(name, [None] * len(self.steps))[place] = number
 
-    def last(self, name: str) -> float | None:
-        """The newest value of a series."""
-        return next((value for value in reversed(self.values.get(name, ())) if value is not None), None)
+    def before(self, name: str) -> float | None:
+        """A value before training; None if it was not measured then."""
+        start = bisect_left(self.steps, 1)
+        return next((value for value in self.values.get(name, ())[:start] if value is not None), None)
 
-    def first(self, name: str) -> float | None:
-        """The oldest value of a series."""
-        return next((value for value in self.values.get(name, ()) if value is not None), None)
+    def after(self, name: str) -> float | None:
+        """The newest value after a step of training."""
+        start = bisect_left(self.steps, 1)
+        return next((value for value in reversed(self.values.get(name, ())[start:]) if value is not None), None)
 
 
 class RunReader:
@@ -151,8 +159,6 @@ class RunReader:
             now = stamp(path)
             if now == self._seen:
                 return self._metrics
-            if now[0] < self._metrics.num_bytes or self._seen[0] > now[0]:
-                self._metrics = Metrics()
             self._read_metrics(path)
             self._seen = now
             return self._metrics
@@ -160,11 +166,14 @@ class RunReader:
     def _read_metrics(self, path: Path) -> None:
         try:
             with open_regular(path) as file:
-                file.seek(self._metrics.num_bytes)
+                if not self._metrics.continued_in(file):  # a resumed run wrote it anew
+                    self._metrics = Metrics()
+                    file.seek(0)
                 while line := file.readline(MAX_LINE):
                     if not line.endswith(b"\n"):
                         break  # still being written
                     self._metrics.num_bytes += len(line)
+                    self._metrics.last_line = line
                     if (found := parse_metrics(line)) is not None:
                         self._metrics.add(found)
         except (OSError, CheckpointError):  # missing, not readable, or no file at all

@@ -64,7 +64,7 @@ from agentrl.trainer.save import Checkpoints, resume
 from agentrl.trainer.signals import StoppedEarly, StopRequest, stop_requested, unless_stopped
 from agentrl.trainer.start import make_learner, make_room, make_start, sent_weights
 from agentrl.trainer.step_log import StepLog
-from agentrl.trainer.summary import summarize
+from agentrl.trainer.summary import earlier_seconds, summarize
 from agentrl.trainer.teacher_check import check_teacher, check_teacher_folder
 from agentrl.trainer.training_run import Run
 from agentrl.trainer.verify import WeightCheck, check_rows
@@ -132,7 +132,7 @@ async def _train_run(setting: _Setting) -> Summary:
     _let_abort(setting.stop)
     started = time.monotonic()
     reporter.within("reading tasks")
-    earlier = _earlier_summary(store, reporter)
+    earlier = earlier_seconds(store, _earlier_summary(store, reporter))
     content = _checked_content(config, store, reporter)
     await require_endpoints(content, config.reward_model, config.teachers_on_servers.values())
     code = check_code(config, content, store, accept=setting.accept_code)
@@ -159,7 +159,7 @@ async def _train_run(setting: _Setting) -> Summary:
                     await train(run)
             await run.checkpoints.saved()
             await run.evaluation.finished()
-    summary = summarize(store, config, time.monotonic() - started + (earlier.wall_seconds if earlier else 0.0))
+    summary = summarize(store, config, time.monotonic() - started + earlier)
     store.write_summary(summary)
     # Behind what the steps have drawn in this thread, which may still be at work.
     await asyncio.get_running_loop().run_in_executor(setting.disk_thread, write_curve, store.path)
@@ -167,11 +167,11 @@ async def _train_run(setting: _Setting) -> Summary:
 
 
 def _earlier_summary(store: RunStore, reporter: Reporter) -> Summary | None:
-    """The summary as the run last ended; only its wall time is needed."""
+    """The summary as the run last ended, for its wall time."""
     try:
         return store.read_summary()
     except CheckpointError as e:
-        reporter.note(f"{store.path / 'summary.json'} cannot be read, so wall time counts from now on: {e}")
+        reporter.note(f"{store.path / 'summary.json'} cannot be read, so wall time counts the steps before: {e}")
         return None
 
 

@@ -19,9 +19,7 @@ def summarize(store: RunStore, config: RunConfig, wall_seconds: float) -> Summar
     biased = list(redraws.findings().values())
     first = next((line for line in lines if line["step"] == 0), {})
     steps = [line for line in lines if line["step"] > 0]
-    lineage = read_lineage(store.path)
-    # A fork begins with copies of the other run's lines, whose time is not its own.
-    forked_after = lineage.step if lineage is not None and not lineage.weights_only else 0
+    forked_after = _forked_after(store)
     # Metrics lines may be lost; a checkpoint proves that its step was done.
     done = int(max((*(line["step"] for line in steps), *steps_saved(store.path / "checkpoints")), default=0))
 
@@ -59,6 +57,24 @@ def summarize(store: RunStore, config: RunConfig, wall_seconds: float) -> Summar
         },
         finished=done >= config.steps,
     )
+
+
+def earlier_seconds(store: RunStore, ended: Summary | None) -> float:
+    """The wall time of a run up to now: until it last `ended`, and that of the steps since then if it was killed.
+
+    Call it before the lines of steps without a checkpoint are removed.
+    """
+    lines = store.metrics()
+    done = _forked_after(store) if ended is None else ended.steps
+    cold_start = next((line.get("warmup_seconds") or 0.0 for line in lines if line["step"] == 0 and not done), 0.0)
+    before = cold_start if ended is None else ended.wall_seconds
+    return before + sum(line.get("seconds") or 0.0 for line in lines if line["step"] > done)
+
+
+def _forked_after(store: RunStore) -> int:
+    """The steps of a fork whose lines are copies of the other run's: their time is not its own."""
+    lineage = read_lineage(store.path)
+    return lineage.step if lineage is not None and not lineage.weights_only else 0
 
 
 def _problems(store: RunStore, said: Collection[str]) -> list[str]:

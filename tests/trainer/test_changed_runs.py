@@ -323,6 +323,25 @@ def test_another_evaluation_set_leaves_no_trace():
     assert any("extra" in name for name in read_metrics(Path("r"))[-1]), "it is played"
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("ended", [0, 1])
+def test_wall_time_includes_the_steps_of_a_process_that_was_killed(ended: int):
+    """It left no summary, or one of an earlier process that had ended after a step."""
+    run(settings(steps=2), "r")
+    lines = [dict(line) for line in read_metrics(Path("r"))]
+    for line in lines[1:]:
+        line["seconds"] = 1000.0
+    Path("r/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = Path("r/summary.json")
+    if ended:
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"steps": 1, "wall_seconds": 5000.0}))
+    else:
+        file.unlink()
+    summary = run(settings(steps=3), "r")
+    assert 6000 * ended + 2000 * (1 - ended) < summary.wall_seconds < 7000
+    assert 2000 < summary.train_seconds < summary.wall_seconds
+
+
 @pytest.mark.timeout(120)
 def test_a_fork_reaches_the_weights_of_the_run_it_comes_from():
     run(settings(steps=4), "runs/letters")

@@ -65,6 +65,18 @@ def test_the_table_has_a_row_for_each_run(client: TestClient):
     assert (row["model"], row["env"], row["estimator"], row["loss"]) == ("tiny 64x2", "m:E", "grpo", "gspo")
 
 
+def test_held_out_results_before_and_after_are_of_before_and_after_training(folder: Path, library: Library):
+    def shown(*lines: dict[str, float]) -> tuple[float | None, float | None]:
+        (folder / "calc" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        row = next(row for row in library.all_runs()["runs"] if row["id"] == "calc")
+        return row["held_out_before"], row["held_out_after"]
+
+    start, first, second = ({"step": step, "held_out": step / 8} for step in range(3))
+    assert shown(start) == (0, None)
+    assert shown({"step": 0}, first) == (None, 0.125)
+    assert shown(start, first, second) == (0, 0.25)
+
+
 def test_a_run_has_its_notes_series_and_configuration(client: TestClient):
     run = client.get("/api/runs/calc").json()
     assert run["config"]["env"] == {"use": "m:E"}
@@ -401,7 +413,7 @@ async def test_pages_hear_of_changes_and_of_views(folder: Path, library: Library
     with (folder / "calc" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "reward": 0.5}\n')
     assert await asyncio.wait_for(waiting, 10) == [{"changed": ["calc"]}]
-    assert library.run("calc").metrics.last("reward") == 0.5
+    assert library.run("calc").metrics.after("reward") == 0.5
     waiting = asyncio.ensure_future(events.after(events.next))
     await asyncio.sleep(0.05)
     await events.add({"hash": "#/run/calc"})
@@ -416,9 +428,15 @@ def test_metrics_follow_a_file_that_grows_is_torn_and_is_rewound(folder: Path, l
     assert run.metrics.steps == [0, 1, 2, 3, 4]
     with path.open("a") as file:
         file.write('ard": 0.2}\n')
-    assert run.metrics.last("reward") == 0.2
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+    assert run.metrics.after("reward") == 0.2
+    kept = path.read_text().splitlines(keepends=True)[:3]
+    path.write_text("".join(kept))
     assert run.metrics.steps == [0, 1, 2]
+    with path.open("a") as file:
+        file.write('{"step": 3, "reward": 0.1}\n')
+    assert run.metrics.steps == [0, 1, 2, 3]
+    path.write_text("".join([*kept, *(f'{{"step": {step}, "reward": 0.375}}\n' for step in (3, 4))]))
+    assert run.metrics.values["reward"][3:] == [0.375, 0.375], "rewound, and longer than before"
 
 
 def test_the_command_names_what_is_missing(tmp_path: Path):
