@@ -223,7 +223,7 @@ METRICS: tuple[MetricDoc, ...] = (
         (
             "*critic/explained_variance",
             "",
-            "How much of the returns' variance the critic explains; 1 is all of it.",
+            "How much of the returns' variance the critic explains; 1 is all of it. Left out if they do not vary.",
         ),
         ("critic/value_error", "", "Mean absolute difference between value and return."),
         ("critic/value", "", "Mean value."),

@@ -59,8 +59,6 @@ class StepTokens:
         metrics = dict(self.metrics)
         if found.returns_N is not None:
             self.flat.add("returns", self._unordered(found.returns_N))
-            explained = explained_variance(found.returns_N, self.step.values_N)
-            metrics["critic/explained_variance"] = mean_of(explained[None])
         samples = with_advantages(self.flat, advantages_N)
         return replace(self.rows, samples=samples, by_segment=by_segment, metrics=metrics)
 
@@ -114,11 +112,17 @@ def step_data(
     return penalize_kl(step, old_N, ref_N, coef=kl_coef, kind=kind), {"kl_in_reward": mean_of(taught_N)}
 
 
-def explained_variance(returns_N: Tensor, values_N: Tensor | None) -> Tensor:
-    """The fraction of the variance of the returns that the values explain: 1 is all of it, 0 equals a constant."""
-    if values_N is None or returns_N.numel() < 2:
-        return torch.zeros((), dtype=torch.float64)
-    return 1 - (returns_N - values_N).var() / returns_N.var().clamp(min=1e-12)
+def explained_variance(rows: Sequence[Sample]) -> Metrics:
+    """The fraction of the variance of the returns that the values explain: 1 is all of it, 0 equals a constant.
+
+    Without a critic, or if the returns do not vary, there is nothing to log.
+    """
+    flat = Flat.of([row for row in rows if {"returns", "values"} <= row.columns.keys()])
+    returns_N, values_N = flat.column("returns"), flat.column("values")
+    if returns_N.numel() < 2 or returns_N.var() < 1e-12:
+        return {}
+    explained = 1 - (returns_N - values_N).var() / returns_N.var()
+    return {"critic/explained_variance": mean_of(explained[None])}
 
 
 def advantages_by_segment(flat: Flat, segment_N: Tensor, advantages_N: Tensor) -> dict[str, dict[int, float]]:

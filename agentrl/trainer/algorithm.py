@@ -18,7 +18,14 @@ from agentrl.config.algorithm import AlgorithmConfig, KLConfig
 from agentrl.config.choice import OwnFunction
 from agentrl.config.run import RunConfig
 from agentrl.learner.policy_loss import make_policy_loss
-from agentrl.trainer.advantages import StepTokens, correct_rows, kl_of_envs, with_kl_mean, without_advantage
+from agentrl.trainer.advantages import (
+    StepTokens,
+    correct_rows,
+    explained_variance,
+    kl_of_envs,
+    with_kl_mean,
+    without_advantage,
+)
 from agentrl.trainer.estimator import NamedEstimator, make_estimator
 from agentrl.trainer.hints import Hinted, Hints
 from agentrl.trainer.samples import TrainingRows, joined, scores_by_env, to_samples, with_constant
@@ -115,7 +122,8 @@ class Algorithm:
             estimator.check(tokens.step.component_names)
             parts.append(tokens.with_advantages(estimator.estimate(tokens.step)))
         scored = joined(rows, parts) if rows.by_env else parts[0]
-        return self.without_signal(replace(scored, metrics={**rows.metrics, **scored.metrics}))
+        metrics = {**rows.metrics, **scored.metrics, **explained_variance(scored.samples)}
+        return self.without_signal(replace(scored, metrics=metrics))
 
     def _by_env(self, rows: TrainingRows) -> Iterator[tuple[TrainingRows, NamedEstimator]]:
         """The rows of each env with its estimator; with a single env, all rows."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from agentrl.algo.metrics import metric_values
 from agentrl.config.load import load_config
 from agentrl.config.run import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError
@@ -20,6 +21,7 @@ from agentrl.run_folder.records import read_episodes
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer.algorithm import Algorithm
 from agentrl.trainer.run import train_run
+from agentrl.trainer.samples import with_constant
 from agentrl.types import Group, Task
 from tests.trainer.test_samples import group
 
@@ -176,6 +178,21 @@ def of_env(env: str, *groups: Group) -> list[Group]:
         return replace(episode, id=f"{env}/{episode.id}", task=Task("t", env=env))
 
     return [Group(Task("t", env=env), tuple(map(named, g.episodes))) for g in groups]
+
+
+def test_explained_variance_is_over_all_envs_and_needs_returns_that_vary():
+    algorithm = Algorithm(AlgorithmConfig.model_validate({"advantage": "gae"}))
+    alike, others = of_env("a", group(0.0, 0.0)), of_env("b", group(1.0, 0.0))
+
+    def explained(groups: list[Group], *values: float) -> float | None:
+        rows = algorithm.rows(groups)
+        samples = [with_constant(row, "values", v) for row, v in zip(rows.samples, values, strict=True)]
+        found = metric_values(algorithm.advantages(replace(rows, samples=samples)).metrics)
+        return found.get("critic/explained_variance")
+
+    assert explained([*alike, *others], 0.5, 0.5, 0.5, 0.5) == pytest.approx(0)
+    assert explained([*alike, *others], 0.25, 0.25, 1.25, 0.25) == pytest.approx(1)
+    assert explained(alike, 0.5, 0.25) is None
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
