@@ -72,11 +72,6 @@ def box_spec(options: Mapping[str, object], timeout_s: float) -> Sandbox:
         spec = Sandbox(**values)  # type: ignore[arg-type] # Sandbox checks the types itself
     except ConfigError as e:
         raise ConfigError(f"agent.sandbox: {e}") from e
-    if spec.wall_s >= timeout_s:
-        raise ConfigError(
-            f"agent.sandbox.wall_s is {spec.wall_s:g} and rollout.timeout_s {timeout_s:g}: the program must end "
-            "first, so that its files can be read"
-        )
     for path in (*spec.readonly, *spec.python_path):
         if spec.backend == "namespace" and not Path(path).exists():
             raise ConfigError(f"agent.sandbox: {path}: no such file or folder")

@@ -24,6 +24,7 @@ def check_sections(config: RunConfig) -> None:
     _check_teacher(config)
     _check_teachers_of_envs(config)
     _check_hints(config)
+    _check_agent(config)
     _check_observed(config)
     for name, view in config.by_env.items():
         try:
@@ -259,6 +260,18 @@ def _check_hints(config: RunConfig) -> None:
         raise ValueError(
             f"teacher.hint {teacher.hint} shows another attempt at the same task, and rollout.group_size is 1: "
             "raise it"
+        )
+
+
+def _check_agent(config: RunConfig) -> None:
+    """The program ends before its episode does, so that its files can be read."""
+    if config.agent is None or config.agent.sandbox is None:
+        return
+    wall_s, timeout_s = config.agent.sandbox.get("wall_s"), config.rollout.timeout_s
+    if isinstance(wall_s, int | float) and wall_s >= timeout_s:
+        raise ValueError(
+            f"agent.sandbox.wall_s is {wall_s:g} and rollout.timeout_s {timeout_s:g}: the program must end first, "
+            "so that its files can be read"
         )
 
 

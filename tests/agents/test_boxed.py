@@ -488,7 +488,6 @@ async def test_a_turn_with_tools_is_recorded_as_sampled(renderer: Renderer):
         ({"network": True}, "agent.sandbox.network: the only address"),
         ({"death_reward": -1.0}, "agent.sandbox.death_reward: has no effect here"),
         ({"readonly": ["/no/such/folder"]}, "/no/such/folder: no such file or folder"),
-        ({"wall_s": 60.0}, "agent.sandbox.wall_s is 60 and rollout.timeout_s 60: the program must end first"),
     ],
 )
 def test_a_sandbox_that_could_not_hold_is_refused(options: dict[str, Any], text: str):

@@ -150,6 +150,10 @@ def test_a_key_in_the_wrong_place_is_told_where_it_belongs(tmp_path: Path, text:
             "cpu_offload has no effect while learner.device is cpu",
         ),
         ("agent: {use: 'a:f'}\nrollout: {workers: 0}", "5:11: rollout.workers has no effect while agent is given"),
+        (
+            "rollout: {timeout_s: 60}\nagent: {command: [a], sandbox: {wall_s: 60}}",
+            "5:33: agent.sandbox.wall_s is 60 and rollout.timeout_s 60: the program must end first",
+        ),
         ("learner: {reference_ranks: 0}\nalgorithm: {kl: {coef: 0}}", "while algorithm.kl.coef is 0"),
         (
             "reward_model: {kind: http, url: 'http://a', model: m, low: 0.0}",
