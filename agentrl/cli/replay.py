@@ -16,6 +16,15 @@ def replay(
         int | None, typer.Option(help="The last step to replay. [default: the last one]", show_default=False)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    overrides: Annotated[
+        list[str],
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Override how a teacher is reached, e.g. `--set teacher.url=http://...`. Repeatable.",
+            show_default=False,
+        ),
+    ] = [],  # noqa: B006
 ) -> None:
     """Recompute the updates up to a step from recorded episodes, and compare weights and metrics.
 
@@ -33,7 +42,7 @@ def replay(
     from agentrl.trainer.replay import replay as replayed
 
     steps = recorded_steps(run)
-    found = replayed(run, max(steps, default=0) if step is None else step)
+    found = replayed(run, max(steps, default=0) if step is None else step, overrides)
     if as_json:
         body = dataclasses.asdict(found) | {"equal": found.equal, "first_in": found.first_in}
         typer.echo(json.dumps(body, indent=1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from agentrl.config import RunConfig, load_config
@@ -30,12 +31,21 @@ def keep_config(run: Path, step: int, text: bytes) -> None:
         write_atomic(target, text)
 
 
-def config_at(run: Path, step: int) -> RunConfig:
-    """The configuration with which a step was taken. Raises ConfigError if it is invalid today."""
+def config_at(run: Path, step: int, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration with which a step was taken.
+
+    Args:
+        run: the run folder.
+        step: the step.
+        overrides: settings to use instead, as `KEY=VALUE`.
+
+    Raises:
+        ConfigError: it is invalid today.
+    """
     end = next((last for last in ends(run) if last >= step), None)
-    config = load_config(run / "config.yaml", check_paths=False)
+    config = load_config(run / "config.yaml", overrides, check_paths=False)
     if end is not None:
-        earlier = load_config(run / FOLDER / f"to-step-{end}.yaml", check_paths=False)
+        earlier = load_config(run / FOLDER / f"to-step-{end}.yaml", overrides, check_paths=False)
         config = with_current_inputs(earlier, config)
     return with_own_start(config, run)
 

@@ -13,7 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from agentrl.errors import CheckpointError
+from agentrl.config.changes import kind_of
+from agentrl.errors import CheckpointError, ConfigError
 from agentrl.learner.learner import Learner
 from agentrl.rollout.content import require_teachers
 from agentrl.rollout.renderer import load_renderer
@@ -71,10 +72,17 @@ class Replay:
         return "" if self.equal else f"optimizer, or a step between {self.from_step} and {self.step}"
 
 
-def replay(run: Path, step: int) -> Replay:
+def replay(run: Path, step: int, overrides: Sequence[str] = ()) -> Replay:
     """Recompute the updates up to `step` from the newest checkpoint before it and the recorded episodes.
 
+    Args:
+        run: the run folder.
+        step: the last step.
+        overrides: settings of teachers to use instead of the run's, as `KEY=VALUE`; only those that do not change
+            what is learned.
+
     Raises:
+        ConfigError: an override is refused.
         CheckpointError: the run does not have that step, its episodes or checkpoints are damaged, or its model is
             gone.
         InfraError: nothing accepts connections at the URL of a teacher.
@@ -83,13 +91,20 @@ def replay(run: Path, step: int) -> Replay:
     if not 1 <= step <= last:
         there = f"the run has the steps 1 to {last}" if last else "its metrics.jsonl has no steps"
         raise CheckpointError(f"{run}: step {step} cannot be replayed; {there}")
-    return asyncio.run(_replay(run, step))
+    for text in overrides:
+        loc = text.partition("=")[0].strip().split(".")
+        if "teacher" not in loc or kind_of(loc) != "free":
+            raise ConfigError(
+                f"--set {text}: a replay repeats the run; only `url`, `key_env`, `max_concurrent`, `timeout_s` "
+                "and `retry_s` of a teacher can be set"
+            )
+    return asyncio.run(_replay(run, step, overrides))
 
 
-async def _replay(run: Path, step: int) -> Replay:
+async def _replay(run: Path, step: int, overrides: Sequence[str]) -> Replay:
     kept = steps_saved(run / "checkpoints")
     first = max((each for each in kept if each < step), default=0)
-    start = start_directory(config_at(run, step), run)
+    start = start_directory(config_at(run, step, overrides), run)
     if not start.is_dir():
         raise CheckpointError(
             f"{run}: the model it started with is gone from {start}; put it back, or link it there"
@@ -102,7 +117,7 @@ async def _replay(run: Path, step: int) -> Replay:
     with ScratchFolder("replay") as scratch:
         bounds = [first, *(end for end in ends(run) if first < end < step), step]
         for begin, end in pairwise(bounds):
-            config = config_at(run, end)
+            config = config_at(run, end, overrides)
             await require_teachers(config.teachers_on_servers.values())
             learner = await make_learner(config, policy, start)
             try:

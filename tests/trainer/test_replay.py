@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from agentrl.cli.app import app
-from agentrl.errors import CheckpointError, InfraError
+from agentrl.errors import CheckpointError, ConfigError, InfraError
 from agentrl.run_folder.checkpoints import _seal
 from agentrl.run_folder.records import compress, episodes_file, read_metrics, read_records
 from agentrl.trainer.replay import groups_of, replay
@@ -232,3 +232,7 @@ def test_a_teacher_that_is_down_ends_a_replay_at_once():
     config.write_text(config.read_text().replace("\nteacher: null\n", teacher))
     with pytest.raises(InfraError, match=r"teacher\.url http://127.0.0.1:9/v1: nothing accepts connections"):
         replay(Path("r"), 2)
+    with pytest.raises(InfraError, match=r"teacher\.url http://127.0.0.1:7/v1: nothing accepts connections"):
+        replay(Path("r"), 2, ["teacher.url=http://127.0.0.1:7/v1"])
+    with pytest.raises(ConfigError, match=r"teacher\.model=u: a replay repeats the run"):
+        replay(Path("r"), 2, ["teacher.model=u"])
