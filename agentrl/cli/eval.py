@@ -224,7 +224,7 @@ def find(
         kept = (target.resolve().parent.parent if (target / "config.json").is_file() else folder) / "eval"
         if endpoint is not None:
             return Subject(endpoint=endpoint), config, kept
-        found = find_checkpoint(target)
+        found = find_checkpoint(target, hold=True)
         return Subject(checkpoint=found.path, step=found.step), config, kept
     if target.is_file():
         config = of_env(load_config(target, changes), env)

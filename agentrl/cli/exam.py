@@ -161,7 +161,7 @@ def _subject(options: ExamOptions) -> Subject | None:
     folder = policy_folder(Path(options.model))
     if (folder / "config.json").is_file():
         return Subject(checkpoint=folder)
-    found = find_checkpoint(folder)
+    found = find_checkpoint(folder, hold=True)
     return Subject(checkpoint=found.path, step=found.step)
 
 

@@ -148,7 +148,7 @@ def _find(target: Path, overrides: list[str]) -> _Policy:
     named, target = target, policy_folder(target)
     if (run := trained_by(target)) is not None:
         config = load_config(run / "config.yaml", overrides, check_paths=False)
-        found = find_checkpoint(target)
+        found = find_checkpoint(target, hold=True)
         renderer = load_renderer(config, found.path)
         check_renderer(renderer, found.path)
         engine = _with_grammars(config.engine)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agentrl.errors import CheckpointError
@@ -79,15 +80,29 @@ def verify(checkpoint: Path) -> int:
         raise CheckpointError(f"{checkpoint / MANIFEST}: damaged: {e}") from None
     for name, entry in files.items():
         path = checkpoint / name
-        if not path.is_file():
-            raise CheckpointError(f"{checkpoint}: {name} is missing")
-        if path.stat().st_size != entry["bytes"]:
-            raise CheckpointError(
-                f"{path}: has {path.stat().st_size} bytes, not {entry['bytes']}; it was cut or changed"
-            )
-        if _sha256(path) != entry["sha256"]:
+        try:
+            size, digest = path.stat().st_size, _sha256(path)
+        except (FileNotFoundError, IsADirectoryError):
+            raise CheckpointError(f"{checkpoint}: {name} is missing") from None
+        if size != entry["bytes"]:
+            raise CheckpointError(f"{path}: has {size} bytes, not {entry['bytes']}; it was cut or changed")
+        if digest != entry["sha256"]:
             raise CheckpointError(f"{path}: the content differs from what was saved (sha256 mismatch)")
     return step
+
+
+def hold(checkpoint: Path) -> None:
+    """Keep the run from deleting a checkpoint until this process ends; it may not be verified yet.
+
+    Raises:
+        CheckpointError: it was just deleted.
+    """
+    with suppress(OSError):  # a file system without locks
+        try:
+            handle = os.open(checkpoint, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except (FileNotFoundError, BlockingIOError):
+            raise CheckpointError(f"{checkpoint}: the run has deleted it") from None
 
 
 def _seal(folder: Path, step: int) -> None:
@@ -112,10 +127,22 @@ def _sha256(path: Path) -> str:
 
 
 def remove(folder: Path, step: int) -> None:
-    """Delete a checkpoint so that a process that dies meanwhile leaves no half of one under its name."""
-    doomed = folder / f".writing-step-{step}"
-    (folder / f"step-{step}").rename(doomed)
-    shutil.rmtree(doomed)
+    """Delete a checkpoint so that a process that dies meanwhile leaves no half of one under its name.
+
+    One that another process holds (see `hold`) stays.
+    """
+    target, doomed = folder / f"step-{step}", folder / f".writing-step-{step}"
+    handle = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+        target.rename(doomed)
+        shutil.rmtree(doomed)
+    finally:
+        os.close(handle)
 
 
 def point(link: Path, name: str) -> None:

@@ -78,6 +78,8 @@ class Checkpoint:
 class RunStore:
     """A run folder locked by one process; a context manager that releases it.
 
+    If the block raises and the folder was moved or deleted meanwhile, a CheckpointError says so instead.
+
     Attributes:
         path: the folder.
         resumed: True when the folder already held this run.
@@ -168,7 +170,20 @@ class RunStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        lost = isinstance(error, Exception) and not self._discarded and not self._in_place()
         self.close()
+        if lost:
+            raise CheckpointError(
+                f"{self.path}: the run folder was moved or deleted while the run was using it; "
+                "move it back to resume the run"
+            ) from error
+
+    def _in_place(self) -> bool:
+        """Whether the locked folder still has its name."""
+        try:
+            return os.path.samestat((self.path / LOCK).stat(), os.fstat(self._lock.fileno()))
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Release the folder; idempotent."""
@@ -368,10 +383,10 @@ class RunStore:
         write_atomic(self.path / name, data)
 
 
-def find_checkpoint(path: Path) -> Checkpoint:
+def find_checkpoint(path: Path, *, hold: bool = False) -> Checkpoint:
     """The checkpoint that a user means by a run folder (its newest good one) or by a checkpoint folder.
 
-    Changes nothing on disk and needs no lock.
+    Changes nothing on disk and needs no lock. With `hold`, the run does not delete it until this process ends.
 
     Raises:
         CheckpointError: there is none, or the folder named is damaged.
@@ -379,15 +394,21 @@ def find_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder; give a run folder or one of its checkpoints")
     if (path / checkpoints.MANIFEST).is_file():
-        return Checkpoint(checkpoints.verify(path), path)
-    broken = ""
-    for step in reversed(checkpoints.steps_saved(path / "checkpoints")):
-        candidate = path / "checkpoints" / f"step-{step}"
+        return _verified(path, hold)
+    broken, tried = "", set[int]()
+    while steps := set(checkpoints.steps_saved(path / "checkpoints")) - tried:  # a run saves and deletes meanwhile
+        tried.add(step := max(steps))
         try:
-            return Checkpoint(checkpoints.verify(candidate), candidate)
+            return _verified(path / "checkpoints" / f"step-{step}", hold)
         except CheckpointError as e:
             broken = f"; {e}"
     raise CheckpointError(f"{path}: holds no finished checkpoint{broken}")
+
+
+def _verified(folder: Path, hold: bool) -> Checkpoint:
+    if hold:
+        checkpoints.hold(folder)
+    return Checkpoint(checkpoints.verify(folder), folder)
 
 
 LOCK = ".lock"

@@ -308,6 +308,37 @@ def test_a_checkpoint_stays_while_its_evaluation_runs(tmp_path: Path):
         assert checkpoints.steps_saved(folder) == [5], "the best is not kept"
 
 
+def test_a_checkpoint_that_another_process_holds_stays(tmp_path: Path):
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from agentrl.run_folder.store import find_checkpoint\n"
+        "print(find_checkpoint(Path(sys.argv[1]), hold=True).step, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with RunStore.open(config(), tmp_path / "r") as store:
+        folder = store.path / "checkpoints"
+        save(store, 1, keep=1)
+        command = [sys.executable, "-c", code, str(store.path)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == b"1\n"
+            save(store, 2, keep=1)
+            assert checkpoints.steps_saved(folder) == [1, 2]
+            reader.communicate()
+        save(store, 3, keep=1)
+        assert checkpoints.steps_saved(folder) == [3]
+
+
+def test_a_run_whose_folder_was_moved_says_so(tmp_path: Path):
+    store = RunStore.open(config(), tmp_path / "r")
+    store.path.rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="r: the run folder was moved or deleted"), store:
+        store.write_episodes(1, [])
+    with pytest.raises(FileNotFoundError, match="gone"), RunStore.open(config(), tmp_path / "r"):
+        (tmp_path / "gone").read_bytes()
+
+
 def test_a_torn_line_of_the_history_spoils_no_other(tmp_path: Path):
     add_history(tmp_path, 1, {"optim.lr": [1, 2]})
     with (tmp_path / "history.jsonl").open("a") as file:
