@@ -271,7 +271,7 @@ def _leaves(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(data, dict) and data:
         for name, value in data.items():
             yield from _leaves(value, f"{key}.{name}" if key else str(name))
-    else:
+    elif key:  # not a configuration that is empty as a whole
         yield key, data
 
 

@@ -346,13 +346,17 @@ def test_a_damaged_file_and_a_damaged_index_cost_nothing_else(client: TestClient
     assert client.get("/api/search?q=tool&run=other").json()["total"] == 15
 
 
-def test_runs_are_compared_by_configuration_and_task(client: TestClient):
+def test_runs_are_compared_by_configuration_and_task(client: TestClient, folder: Path):
     found = client.get("/api/compare?runs=calc,other").json()
     keys = {row["key"]: row["values"] for row in found["config_diff"]}
     assert keys["seed"] == {"calc": 0, "other": 1}
     assert {task["task"]: task["delta"] for task in found["tasks"]} == {"t0": 0.0, "t1": 0.0}
     assert "reward" in found["series_common"]
     assert client.get("/api/compare?runs=calc,nobody").status_code == 404
+    (folder / "other" / "config.yaml").write_text("")
+    rows = client.get("/api/compare?runs=calc,other").json()["config_diff"]
+    assert "seed" in (keys := [row["key"] for row in rows])
+    assert "" not in keys, "the configuration as a whole"
 
 
 def test_nobody_without_the_token_from_elsewhere_or_by_another_name(library: Library):
