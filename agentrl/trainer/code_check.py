@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -62,7 +62,7 @@ def check_code(config: RunConfig, content: Content, store: RunStore, *, accept: 
     """
     _keep_views(content, store)
     step = max(steps_saved(store.path / "checkpoints"), default=0)
-    new, tasks = code_of(config, content), _digests(content)
+    new, tasks = code_of(config, content), _digests(content, sorted(content.by_env))
     settings = _changed_settings(store.path, step, config) if step else ()
     expected = any(c.kind != "free" and c.key.partition(".")[0] in ("env", "envs", "data") for c in settings)
     other_eval = any("eval" in c.key.split(".") for c in settings)
@@ -70,6 +70,8 @@ def check_code(config: RunConfig, content: Content, store: RunStore, *, accept: 
     code = _code_changes(store.path, step, new) if step else []
     try:
         rows = _row_changes(store.path, step, json.loads(tasks), splits) if step else []
+        if rows and config.envs:  # earlier versions recorded the envs in the order of the YAML
+            rows = _row_changes(store.path, step, json.loads(_digests(content, content.by_env)), splits) and rows
     except CheckpointError as e:
         if not (accept or expected):
             copy = store.path / "checkpoints" / f"step-{step}" / TASKS_FILE
@@ -143,8 +145,9 @@ def _keep(store: RunStore, code: CodeRecord, step: int) -> None:
         target.write_text(text, encoding="utf-8")
 
 
-def _digests(content: Content) -> bytes:
-    parts = content.by_env.values()
+def _digests(content: Content, envs: Iterable[str]) -> bytes:
+    """The content of tasks.json, with the tasks of the envs in this order."""
+    parts = [content.by_env[name] for name in envs]
     train = (part.train_tasks for part in parts)
     held_out = (tasks for part in parts for tasks in part.held_out_sets)
     return task_digests(*(chain.from_iterable(map(_recorded, sets)) for sets in (train, held_out)))

@@ -90,6 +90,15 @@ def played(folder: Path) -> list[list[tuple[str, str, str, object]]]:
     ]
 
 
+def test_a_run_of_two_envs_resumes_with_the_envs_in_another_order(tmp_path: Path):
+    settings = config(steps=1, eval={"tasks": 2, "before_training": False})
+    envs = dict(settings.model_dump(exclude_unset=True)["envs"])
+    run(settings, tmp_path)
+    longer = {"steps": 2, "eval": {"tasks": 2, "before_training": False}}
+    swapped = config(envs={name: envs[name] for name in ("sql", "math")}, **longer)
+    assert run(swapped, tmp_path).finished
+
+
 @pytest.mark.timeout(120)
 def test_a_run_of_two_envs_resumes_bit_for_bit_and_logs_each(tmp_path: Path):
     settings = config(rollout=dict(config().rollout.model_dump(), env_shares="solve_rate", refill_zero_signal=1))
