@@ -282,8 +282,20 @@ class GymnasiumEnv(ToolEnv):
         return json.dumps(_plain(observation), ensure_ascii=False, default=str)
 
     def act(self, action: object) -> ToolResult:
-        """Play one action of the game's action space."""
-        observation, reward, terminated, truncated, _ = self.game.step(action)
+        """Play one action of the game's action space.
+
+        Raises:
+            InfraError: the game was written for Gym before 0.26.
+        """
+        try:
+            observation, reward, terminated, truncated, _ = self.game.step(action)
+        except ValueError as e:  # raised here, or by a wrapper of Gymnasium, which no longer adapts such games
+            if str(e) != "not enough values to unpack (expected 5, got 4)":
+                raise
+            raise InfraError(
+                f"{self.env_id}: `step` returns four values, as in Gym before 0.26: return observation, reward, "
+                "terminated, truncated and info, or wrap the game in shimmy's GymV21CompatibilityV0"
+            ) from e
         self.end = (terminated, truncated)
         text = self.describe(observation)
         if terminated or truncated:

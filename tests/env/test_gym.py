@@ -440,3 +440,20 @@ async def test_a_reward_that_is_no_number_is_no_mistake_of_the_policy(earned):
     with pytest.raises(RewardError, match="reward of tool 'act' of GymnasiumEnv: it returned"):
         await play(env, Task("t"), ScriptedPolicy([call("act", action=1)]))
     await env.close()
+
+
+class FourValues(Door):
+    """A game of Gym before 0.26."""
+
+    def step(self, action):
+        return 0, 1.0, True, {}
+
+
+@pytest.mark.filterwarnings("ignore")  # Gymnasium deprecates it
+@pytest.mark.parametrize("limits", [{}, {"max_episode_steps": 3}])
+async def test_a_game_whose_step_returns_four_values_is_no_mistake_of_the_policy(limits):
+    gymnasium.register("FourValues-v0", FourValues, **limits)
+    env = GymnasiumEnv("FourValues-v0")
+    with pytest.raises(InfraError, match="FourValues-v0: `step` returns four values"):
+        await play(env, Task("t"), ScriptedPolicy([call("act", action=1)]))
+    await env.close()
