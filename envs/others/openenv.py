@@ -121,6 +121,8 @@ class OpenEnv(ToolEnv, Adapter):
     async def setup(self, prompt: str = "", **row: object) -> Content:
         """Reset the server with the task's seed and row; `prompt` precedes the first observation."""
         first = await self.session.open(cast(JsonObject, {"seed": self.task.seed, **row}))
+        if first.get("done"):
+            raise InfraError(f"openenv: {self.server.address}: task {self.task.id!r} is already done after reset")
         if _typed_actions(self.server) is None:
             actions = await _list_tools(self.session)
             if not actions:

@@ -36,11 +36,17 @@ class Guess(Environment):
         self._state = State(episode_id="none", step_count=0)
 
     def reset(
-        self, seed: int | None = None, episode_id: str | None = None, split: str = "", index: int = 0, **_: Any
+        self,
+        seed: int | None = None,
+        episode_id: str | None = None,
+        split: str = "",
+        index: int = 0,
+        over: bool = False,
+        **_: Any,
     ) -> Observation:
         self.target = index % 21 if split else random.Random(seed).randint(0, 20)
         self._state = State(episode_id=episode_id, step_count=0)
-        return GuessObservation(hint="Guess a number from 0 to 20.")
+        return GuessObservation(hint="Guess a number from 0 to 20.", done=over)
 
     def step(self, action: GuessAction, timeout_s: float | None = None, **_: Any) -> Observation:
         if action.crash == "error":

@@ -203,6 +203,14 @@ async def test_bad_actions_are_observations(guess: str, ledger: str):
 
 
 @needs_openenv
+async def test_a_task_that_is_done_after_reset_is_infrastructure(guess: str):
+    env = openenv(guess)()
+    with pytest.raises(InfraError, match=r"task 't' is already done after reset"):
+        await play(env, Task("t", {"over": True}), ScriptedPolicy([]))
+    await env.close()
+
+
+@needs_openenv
 async def test_an_action_that_ends_the_session_is_an_observation(guess: str):
     policy = ScriptedPolicy([call("act", number=1, crash="x" * 17_000_000), call("act", number=9)])
     episode = await play(openenv(guess)(), Task("t", {"split": "train", "index": 9}), policy)
