@@ -27,6 +27,7 @@ _LABEL = re.compile(
     re.I,
 )
 _FILE_NAME = re.compile(r"[\w-][\w.-]*\.(?!\d+\b)\w{1,5}\b")
+_THOUSANDS = re.compile(r"-?[1-9](\d{3,14}|\d{0,2}(,\d{3}){1,4})", re.ASCII)
 NUM_SNOOPED = 6
 BRIEF = 120
 """Characters of a result that shows little else than the answer."""
@@ -109,11 +110,15 @@ def _varied(answers: list[Answer]) -> list[Answer]:
     return [Answer(a.task, texts, a.prompt, a.schemas) for a, texts in kept if texts]
 
 
-def places(text: str, answer: str) -> list[int]:
-    """Where an answer occurs in a text as a whole word."""
+def places(text: str, answer: str) -> list[re.Match[str]]:
+    """Where an answer occurs in a text as a whole word; a whole number with separators of thousands or without."""
     edge_l = r"(?<![\w.])" if answer[:1].isalnum() else ""
     edge_r = r"(?![\w])(?!\.\d)" if answer[-1:].isalnum() else ""
-    return [m.start() for m in re.finditer(edge_l + re.escape(answer) + edge_r, text)]
+    found = re.escape(answer)
+    if number := _THOUSANDS.fullmatch(answer):
+        plain = number[0].replace(",", "")
+        found = rf"(?:{plain}|(?<!\d,){int(plain):,}(?!,\d))"
+    return list(re.finditer(edge_l + found + edge_r, text))
 
 
 def examine_prompt(result: ExamResult, answers: Sequence[Answer]) -> None:
@@ -165,14 +170,14 @@ def _is_choice(answer: Answer) -> bool:
 
 def _labelled(prompt: str, text: str, answers: Sequence[Answer]) -> str:
     """The text that announces the answer in the prompt, unless prompts with other answers have it too."""
-    for at in places(prompt, text):
-        before = prompt[max(0, at - 40) : at].rpartition("\n")[2]
+    for found in places(prompt, text):
+        before = prompt[max(0, found.start() - 40) : found.start()].rpartition("\n")[2]
         match = _LABEL.search(before)
         if match is None:
             continue
-        snippet = before[match.start() :] + text
+        snippet = before[match.start() :] + found.group()
         elsewhere = [a for a in answers if a.prompt != prompt and text not in a.texts and snippet in a.prompt]
-        if not elsewhere and not _listed(prompt, at + len(text)):
+        if not elsewhere and not _listed(prompt, found.end()):
             return snippet
     return ""
 
@@ -191,7 +196,7 @@ def _same_place(answers: Sequence[Answer]) -> str:
         contexts = {
             answer.prompt[max(0, at - length) : at]
             for text in answer.texts
-            for at in places(answer.prompt, text)
+            for at in (found.start() for found in places(answer.prompt, text))
             for length in (3, 12)
             if at >= length and answer.prompt.count(answer.prompt[max(0, at - length) : at]) == 1
         }
@@ -411,4 +416,6 @@ def _reveals(said: str, text: str) -> bool:
     found = places(said, text)
     if not found:
         return False
-    return any(_LABEL.search(said[max(0, at - 40) : at]) for at in found) or (len(text) >= 12 and len(said) < 4000)
+    return any(_LABEL.search(said[max(0, at.start() - 40) : at.start()]) for at in found) or (
+        len(text) >= 12 and len(said) < 4000
+    )

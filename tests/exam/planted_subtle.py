@@ -287,7 +287,20 @@ class AlmostHeldOut(TwinsAmongMany):
         return [Task(f"{split}-{i}", row) for i, row in enumerate(rows)]
 
 
+class AnswerWithSeparators(Sums):
+    """The prompt has the answer as 12,345, the oracle as 12345."""
+
+    def setup(self, a: int, b: int) -> str:
+        self.a, self.b = 1001 * a, 1001 * b
+        return f"What is {self.a} + {self.b}? (expected answer: {self.a + self.b:,})"
+
+    @classmethod
+    def oracle(cls, task):
+        return ScriptedPolicy([str(1001 * (task.row["a"] + task.row["b"]))])
+
+
 FAULTS = {
+    AnswerWithSeparators: ("leak",),
     AlmostHeldOut: ("splits",),
     OneClass: ("search",),
     NumberTool: ("search",),
