@@ -38,6 +38,7 @@ CONSEQUENCES = {
     },
     "kl-sign": {"learning-rate-too-high", "length-explosion", *BROKEN},
     "weights-not-reaching-sampler": {"learning-rate-too-high", *BROKEN},
+    "weight-decay-too-high": {"learning-rate-too-high", "entropy-explosion", *BROKEN},
     "learning-rate-too-high": {"entropy-collapse", "length-explosion", *BROKEN},
     "temperature-too-high": {"no-tool-called", "turns-run-out", *BROKEN},
     "entropy-explosion": {"learning-rate-too-high", "length-explosion", "turns-run-out", *BROKEN},

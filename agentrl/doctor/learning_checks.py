@@ -21,6 +21,10 @@ RANDOM = 2.0
 """Entropy in nats per token of text that hardly depends on what was asked."""
 MATTERS = 0.1
 """What a term has to add to the objective to compete with the reward."""
+SHRINKS = 1e-3
+"""Share of the weights that weight decay takes in a step, if it is far too high."""
+CLIPPED = 1000
+"""How often `optim.max_grad_norm` gradients are, if clipping leaves so little that Adam's epsilon stops it."""
 LEAP = 0.1
 """KL to the start after two steps, of updates that are too large."""
 
@@ -171,6 +175,26 @@ def _gone(evidence: Evidence) -> bool:
     return False
 
 
+def too_much_decay(evidence: Evidence) -> Iterator[Finding]:
+    """Weight decay that undoes what the policy knew."""
+    (_, rate), (_, reward) = evidence.series("lr"), evidence.series("reward")
+    decay = evidence.number("optim.weight_decay", 0)
+    if len(rate) < FEW_STEPS or decay * float(rate.mean()) < SHRINKS:
+        return
+    before, after = progress(evidence)
+    lost = 1 - math.exp(-decay * float(rate.sum()))
+    if lost > MATTERS and before - after > 0.5 * float(np.ptp(reward)) > 0:
+        yield Finding(
+            "weight-decay-too-high",
+            "error",
+            f"weight decay took {lost:.0%} of the weights in {len(rate)} steps, and the reward went from "
+            f"{before:.2f} to {after:.2f}",
+            f"optim.weight_decay (now {decay:g}: 0.1 or less)",
+            step=evidence.steps[-1],
+            series=("reward", "entropy", "lr"),
+        )
+
+
 def too_slow(evidence: Evidence) -> Iterator[Finding]:
     """Signal is there, and the policy does not move."""
     steps, reward = evidence.series("reward")
@@ -188,12 +212,17 @@ def too_slow(evidence: Evidence) -> Iterator[Finding]:
     if still and high - low < 0.05 * max(abs(low), float(np.ptp(reward)), 0.1):
         rate = evidence.number("optim.lr", 0)
         moved = f"KL to the start is {kl[-1]:.1g}" if len(kl) else "its entropy does not change"
+        _, norm = evidence.series("grad_norm")
+        bound = evidence.number("optim.max_grad_norm", 1.0)
+        clipped = len(norm) > 0 and float(np.median(norm)) > CLIPPED * bound
         yield Finding(
             "learning-rate-too-low",
             "warning",
             f"after {len(steps)} steps with signal the policy has barely changed: {moved}, and the "
             "reward does not rise",
-            f"optim.lr (now {rate:g}: multiply by 10)",
+            f"optim.max_grad_norm (now {bound:g}, and gradients have a norm of {np.median(norm):.1g}: set it to 1)"
+            if clipped
+            else f"optim.lr (now {rate:g}: multiply by 10)",
             step=int(steps[-1]),
             series=("kl", "entropy", "reward"),
         )
@@ -322,6 +351,6 @@ def length_explosion(evidence: Evidence) -> Iterator[Finding]:
 
 
 CHECKS = (
-    *(no_signal, never_solved, too_fast, too_slow, wrong_sign, too_random),
+    *(no_signal, never_solved, too_fast, too_much_decay, too_slow, wrong_sign, too_random),
     *(entropy_collapse, entropy_explosion, length_explosion),
 )

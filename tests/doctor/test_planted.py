@@ -20,7 +20,7 @@ ODD = ("solved from the first step", "one of two envs without tools", "one step 
 CLOTHES = (
     *("two of three answers are an error text", "judge is always 0", "learning rate x30", "temperature 1.3"),
     *("a query in reach of a tool", "errors as JSON", "leaked with other numbers"),
-    "the sampler's temperature only",
+    *("the sampler's temperature only", "gradients clipped to nothing", "weight decay"),
 )
 """The same of the variants."""
 

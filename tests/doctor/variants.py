@@ -262,6 +262,20 @@ VARIANTS = (
         changes={"steps": 10, "optim": {"lr": 3e-5}},
     ),
     Planted(
+        13,
+        "gradients clipped to nothing",
+        ("learning-rate-too-low",),
+        "optim.max_grad_norm (now 1e-09",
+        changes={"steps": 10, "optim": {"max_grad_norm": 1e-9}},
+    ),
+    Planted(
+        13,
+        "weight decay",
+        ("weight-decay-too-high",),
+        "optim.weight_decay (now 20",
+        changes={"steps": 10, "optim": {"weight_decay": 20.0}},
+    ),
+    Planted(
         14,
         "temperature 0.8",
         ("temperature-mismatch",),
