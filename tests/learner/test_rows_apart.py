@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -32,6 +33,7 @@ from agentrl.learner.pack import longest_ids, micro_batches, pack
 from agentrl.learner.policy_model import empty_policy, load_policy
 from agentrl.learner.prefix_tree import prefix_tree
 from agentrl.models.linear import targeted
+from agentrl.models.stored import as_saved
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import VOCABULARY, gradients, make_batch, make_sample, observed, relative, scored
 
@@ -246,6 +248,8 @@ def test_the_text_decoder_of_a_model_of_images_and_text_is_trained(seeing: Path,
     assert {name for name in before if "visual" not in name} == changed
     (tmp_path / "saved").mkdir()
     driver.save(tmp_path / "saved")
+    names = [set(load_file(folder / "model.safetensors")) for folder in (seeing, tmp_path / "saved")]
+    assert names[0] == names[1] == set(as_saved(driver.weights(), seeing)), "what servers are sent, too"
     again = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved")
     found = torch.tensor([value for row in driver.probe(rows) for value in row])
     assert relative(found, one_by_one(again, rows)) < 1e-5
