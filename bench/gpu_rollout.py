@@ -123,7 +123,7 @@ def measured(
             await engine.close()
 
     seconds = statistics.median(asyncio.run(play()))
-    kv = sequences * (args.context + args.tokens / 2) * engine._model.shape.bytes_per_token
+    kv = sequences * (args.context + args.tokens / 2) * engine._model.bytes_per_token
     bound = sequences * bandwidth / (weights + kv)
     speed = sequences * args.tokens / seconds
     return {

@@ -234,6 +234,15 @@ def _check_part(config: RunConfig, name: str, content: Content, store: RunStore,
         require_solved(content, f"{where}data.sampler.order: weighted")
 
 
+async def _load_learner(config: RunConfig, policy: Path, start: Path, reporter: Reporter) -> Learner:
+    """The learner; a note says which of its models pad their rows."""
+    reporter.within("loading the learner")
+    learner = await make_learner(config, policy, start)
+    for name in await learner.rows_apart():
+        reporter.note(f"{name}: rows are padded instead of packed; see docs/models.md, rows computed apart")
+    return learner
+
+
 async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content: Content, start: Path) -> Run:
     """Load the learner and the engine, at the latest checkpoint if there is one; `stack` closes them.
 
@@ -254,11 +263,8 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     for note in await unless_stopped(setting.stopping, check_teacher(config, start)):
         reporter.note(note)
     reporter.phase("start")
-    reporter.within("loading the learner")
-    learner = await make_learner(config, policy, start)
+    learner = await _load_learner(config, policy, start, reporter)
     stack.push_async_callback(learner.close)
-    for name in await learner.rows_apart():
-        reporter.note(f"{name}: rows are padded instead of packed; see docs/models.md, rows computed apart")
     hints, record = await make_hints(config, renderer, policy), config.log.tokens != "none"
     algorithm = algorithm_of(config, learner.reference_apart, hints, record=record)
     if checkpoint:

@@ -153,3 +153,22 @@ def test_latent_attention_is_made_small_as_a_whole(tmp_path: Path, family: str):
     make_smoke_model(tmp_path / "small", tmp_path, ["some text for the tokenizer"])
     policy = load_policy(tmp_path / "small", torch.device("cpu"))
     assert policy.config.num_key_value_heads == policy.config.num_attention_heads == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "model"), [("lfm2", "Lfm2ForCausalLM"), ("qwen3_5", "Qwen3_5ForConditionalGeneration")]
+)
+def test_a_model_that_cannot_be_packed_runs_and_says_so(tmp_path: Path, family: str, model: str):
+    """LFM2 has convolutions, Qwen3.5 linear attention and a vision tower: engine and learner agree on each token."""
+    AutoConfig.for_model(family).save_pretrained(tmp_path / "model")
+    file = tmp_path / "run.yaml"
+    file.write_text("env: agentrl.envs.calculator:Calculator\nmodel: {path: model, chat_template: chatml}\n")
+    result = smoke(file, tmp_path / "smoke")
+    assert result.exit_code == 0, result.exception
+    assert f"with a tiny, random {model} are done" in result.output
+    run = tmp_path / "smoke/run"
+    assert f"{model}: rows are padded instead of packed" in (run / "events.log").read_text()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(line["drift/max_abs"] < 1e-4 for line in lines[1:])
