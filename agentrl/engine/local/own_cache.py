@@ -69,7 +69,7 @@ class OwnCacheModel(EngineModel):
 
     def alone(self, ids: Sequence[int] | IntArray) -> Tensor:
         """Compute the logits (V,) after these tokens, the same bits each time: without a cache."""
-        ids_1L = torch.as_tensor(ids, dtype=torch.long, device=self.device)[None]
+        ids_1L = torch.tensor(ids, dtype=torch.long, device=self.device)[None]
         logits: Tensor = self.module(input_ids=ids_1L, use_cache=False, **self._keeping(1)).logits
         return logits[0, -1]
 
@@ -81,7 +81,7 @@ class OwnCacheModel(EngineModel):
     def _extend(
         self, model: PreTrainedModel, cache: Cache, ids: Sequence[int] | IntArray, logits_to_keep: int = 0
     ) -> tuple[Tensor, Cache]:
-        ids_1L = torch.as_tensor(ids, dtype=torch.long, device=self.device)[None]
+        ids_1L = torch.tensor(ids, dtype=torch.long, device=self.device)[None]
         given = {self._cache_key: cache, **self._keeping(logits_to_keep)}
         out = model(input_ids=ids_1L, use_cache=True, **given)
         if (kept := getattr(out, self._cache_key, None)) is None:
