@@ -418,7 +418,11 @@ def rows_apart(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding
         yield PlanFinding("PL18", "error", text, "remove it, or use a model with plain attention, such as Qwen3")
         return
     text = f"{why}: rows are not packed but padded, and what they share is computed for each"
-    yield PlanFinding("PL18", "note", text, "nothing to do; rows of like length waste least")
+    fix = "nothing to do; rows of like length waste least"
+    if not (config.engine.on_servers or config.engine.own):
+        text += "; in the local engine, sequences take turns"
+        fix = "set engine.kind to sglang or vllm for real runs"
+    yield PlanFinding("PL18", "note", text, fix)
 
 
 RULES: tuple[Rule, ...] = (
