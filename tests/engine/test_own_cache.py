@@ -23,9 +23,10 @@ from transformers import (
 )
 
 from agentrl.engine.base import GenerateOptions, TokenLogprob
-from agentrl.engine.local.local_engine import LocalEngine
+from agentrl.engine.local.local_engine import EngineCore, LocalEngine
 from agentrl.engine.local.own_cache import OwnCacheModel, TurnScheduler
 from agentrl.engine.local.process import ProcessEngine
+from agentrl.engine.local.slots import BatchRequest
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Completion, Sampling
 from tests.engine.engine_models import VOCABULARY, logprobs_of
@@ -202,6 +203,21 @@ async def test_weights_change_in_flight_and_every_token_belongs_to_its_version(m
     assert len((await engine.generate(PROMPT, GREEDY)).ids) == 8
 
 
+def test_equal_sequences_that_lose_their_caches_count_their_prompt_alone(folder: Path):
+    """One computes all tokens again and the other copies: of those, sampled ones are not cached tokens."""
+    core, found = EngineCore.from_directory(folder), list[Completion]()
+    for _ in range(2):
+        core.scheduler.submit(BatchRequest(np.array(PROMPT), GREEDY, 0, None, found.append))  # type: ignore[arg-type]
+    with torch.inference_mode():
+        for _ in range(3):
+            core.scheduler.step()
+        core.update(core.model.module.state_dict(), 1)
+        while core.scheduler.busy:
+            core.scheduler.step()
+    assert [completion.versions for completion in found] == [(0, 0, 0, 1, 1, 1, 1, 1)] * 2
+    assert [completion.cached_tokens for completion in found] == [0, len(PROMPT) - 1]
+
+
 async def test_cancelled_and_closed(make: Make):
     engine = make(max_slots=1)
     long = Sampling(max_tokens=400, seed=1)
@@ -252,6 +268,19 @@ async def test_masks_alternatives_and_scores(make: Make, folder: Path):
     assert row[len(PROMPT) - 1 :] == pytest.approx(found.logprobs, abs=1e-4)
     scored = await engine.prompt_logprobs(PROMPT, top=3)
     assert [len(token.top) for token in scored] == [3] * (len(PROMPT) - 1)
+
+
+async def test_prompts_may_be_read_only(make: Make):
+    """Rendered prompts are; PyTorch warns about such arrays, once per process unless told otherwise."""
+    ids = np.array(PROMPT)
+    ids.flags.writeable = False
+    engine = make()
+    torch.set_warn_always(True)
+    try:
+        found = await engine.generate(ids, GREEDY)  # type: ignore[arg-type]
+    finally:
+        torch.set_warn_always(False)
+    assert found.ids == (await engine.generate(PROMPT, GREEDY)).ids
 
 
 async def test_another_process_runs_it_too(folder: Path):

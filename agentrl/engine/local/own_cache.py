@@ -221,7 +221,8 @@ class TurnScheduler:
             twin = None if each.computed else next((t for t in ready if np.array_equal(t[0].ids, each.ids)), None)
             if twin is not None:  # the episodes of a group begin with the same prompt
                 each.cache, each.computed = copy.deepcopy(twin[0].cache), twin[0].computed
-                each.request.cached_tokens = len(each.ids) - 1
+                if not each.logprobs:  # else its cache was dropped on the way
+                    each.request.cached_tokens = len(each.ids) - 1
                 ready.append((each, twin[1]))
             elif pending == 1 or room > 0:
                 room -= pending if pending > 1 else 0
