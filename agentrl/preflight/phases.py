@@ -153,7 +153,7 @@ def _local_room(config: RunConfig, models: Models, memory: int, gpu: bool) -> in
 def trained_parameters(config: RunConfig, shape: ModelShape) -> int:
     """Parameters of the policy that are trained."""
     lora = config.learner.lora
-    return shape.parameters if lora is None else shape.lora_parameters(lora.rank, lora.targets)
+    return shape.trained if lora is None else shape.lora_parameters(lora.rank, lora.targets)
 
 
 def policy_moments(config: RunConfig, shape: ModelShape) -> int:

@@ -24,7 +24,7 @@ class ModelShape:
 
     Attributes:
         parameters: all of them, tied ones once.
-        outer: parameters outside the blocks (embedding, output layer, last norm).
+        outer: trained parameters outside the blocks (embedding, output layer, last norm).
         linear: for LoRA: name, inputs and outputs of each linear layer in the blocks, without routers.
         named: those that get adapters only by name: the output layer, if it has its own weights, and routers.
     """
@@ -52,6 +52,8 @@ class ModelShape:
     """Numbers of a token that multi-head latent attention keeps in each layer, on servers that know it; else 0."""
     value_dim: int = 0
     """Size of a head's values, where it is not `head_dim`."""
+    frozen: int = 0
+    """Parameters that text does not reach: of the vision tower of a model of images and text."""
     apart: str = ""
     """What it has that the learner cannot compute on packed rows, as far as the config says; empty if nothing."""
 
@@ -92,6 +94,7 @@ class ModelShape:
         from agentrl.models.linear import linear_layers, sizes_of, targeted
         from agentrl.models.model_config import (
             auto_class,
+            freeze_senses,
             layer_configs,
             refuse_class,
             refuse_config,
@@ -105,19 +108,21 @@ class ModelShape:
                 raise ConfigError(f"{where}: config.json says {key}: {size}; it must be at least 1")
         try:
             with torch.device("meta"):  # shapes without storage
-                model = auto_class(config).from_config(config, trust_remote_code=False)
+                model = freeze_senses(auto_class(config).from_config(config, trust_remote_code=False))
         except _MADE_NO_MODEL as e:
             raise ConfigError(f"{where}: not a causal language model that can be planned: {str(e)[:300]}") from e
         heads = int(getattr(text, "num_attention_heads", 1))  # a state-space model has none
-        blocks = {name: p.numel() for name, p in model.named_parameters() if _IN_BLOCK.search(name)}
+        trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+        blocks = {name: size for name, size in trained.items() if _IN_BLOCK.search(name)}
         total = sum(p.numel() for p in model.parameters())
-        head = model.get_output_embeddings()
+        head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         own_head = head is not None and head.weight is not model.get_input_embeddings().weight
         linear, every = targeted(model, "all-linear"), linear_layers(model)
         return cls(
             kind=str(config.model_type),
             parameters=total,
-            outer=total - sum(blocks.values()),
+            outer=sum(trained.values()) - sum(blocks.values()),
+            frozen=total - sum(trained.values()),
             layers=int(text.num_hidden_layers),
             hidden=int(text.hidden_size),
             intermediate=_intermediate(text),
@@ -146,6 +151,11 @@ class ModelShape:
         return replace(self, parameters=self.parameters + more, outer=self.outer + more, head=self.hidden + 1)
 
     @property
+    def trained(self) -> int:
+        """Parameters that training without adapters changes."""
+        return self.parameters - self.frozen
+
+    @property
     def active(self) -> int:
         """Parameters that each token passes through."""
         return self.touched(1)
@@ -153,12 +163,12 @@ class ModelShape:
     def touched(self, tokens: int) -> int:
         """Parameters that so many tokens pass through together, if each chooses its experts by chance."""
         chosen, of = self.experts
-        return self.parameters - round(self.routed * (1 - chosen / of) ** tokens)
+        return self.trained - round(self.routed * (1 - chosen / of) ** tokens)
 
     @property
     def block(self) -> int:
         """Parameters of one block (of the average one)."""
-        return (self.parameters - self.outer) // self.layers
+        return (self.trained - self.outer) // self.layers
 
     def kv_bytes_per_token(self, bytes_each: int, *, latent: bool = False) -> int:
         """Keys and values of one token over all layers; `latent` if the engine keeps them compressed."""
@@ -183,8 +193,8 @@ class ModelShape:
         return (whole, lcm(self.kv_heads, ranks)) if whole == self.heads else (whole, whole)
 
     def moment_bytes(self, state: OptimizerState) -> int:
-        """Both moments of AdamW for all parameters, counted as if all of them were in matrices."""
-        return moment_bytes(1, self.parameters, state)
+        """Both moments of AdamW for all trained parameters, counted as if all of them were in matrices."""
+        return moment_bytes(1, self.trained, state)
 
     def lora_moment_bytes(self, rank: int, targets: str | list[str], state: OptimizerState) -> int:
         """Both moments of AdamW for adapters of this rank."""

@@ -186,6 +186,31 @@ def test_blocks_and_adapters_of_older_models_are_counted(tmp_path: Path):
     assert shape.lora_parameters(2, "all-linear") == 4 * 2 * (4 + 2 + 5 + 5) * 64
 
 
+def test_what_text_does_not_reach_is_held_and_not_trained(tmp_path: Path):
+    """A model of images and text is planned as its text decoder alone, with the weights of its tower."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = sizes | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 320, "max_position_embeddings": 128}
+    tower = sizes | {"image_size": 32, "patch_size": 16, "mm_tokens_per_image": 1}
+    for folder, config in {
+        "seeing": AutoConfig.for_model("gemma3", text_config=text, vision_config=tower),
+        "text": AutoConfig.for_model("gemma3_text", **text),
+    }.items():
+        config.save_pretrained(tmp_path / folder)
+    seeing, plain = (ModelShape.of_directory(tmp_path / folder) for folder in ("seeing", "text"))
+    assert plain.frozen == 0
+    assert seeing.frozen == seeing.parameters - plain.parameters > 0
+    for name in ("trained", "active", "outer", "block", "linear"):
+        wanted = getattr(plain, name)
+        found = getattr(seeing, name)
+        assert (len(found), len(wanted)) == (14, 14) if name == "linear" else found == wanted, name
+    assert seeing.moment_bytes("float32") == plain.moment_bytes("float32") == 8 * plain.parameters
+    learnt = RunConfig(env="agentrl.envs.calculator:Calculator", model={"path": str(tmp_path / "seeing")})
+    plan = make_plan(learnt, memory_bytes=80 * GIB, gpu=True)
+    parts = next(phase for phase in plan.phases if phase.name == "update").parts
+    assert (parts["parameters"], parts["gradients"]) == (4 * seeing.parameters, 4 * plain.parameters)
+    assert plan.checkpoint_bytes == 4 * seeing.parameters + 8 * plain.parameters
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["qwen3", "mixtral"])
 def test_a_critic_is_counted_as_it_is_made(tmp_path: Path, family: str, tied: bool):
