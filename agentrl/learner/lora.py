@@ -90,6 +90,10 @@ def refuse_unknown_targets(config: RunConfig) -> None:
 
 
 def _refuse_unknown(model: PreTrainedModel, config: LoRAConfig) -> None:
+    if not targeted(model, "all-linear"):
+        raise ConfigError(
+            f"learner.lora: {type(model).__name__} has no plain linear layers for adapters; remove it"
+        )
     for target in config.targets if isinstance(config.targets, list) else ():
         if not targeted(model, [target]):
             raise unknown_target(target, linear_layers(model))

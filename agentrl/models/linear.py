@@ -17,20 +17,30 @@ _IN_ROUTER = re.compile(r"\.router(\.|$)|\.gate\.")
 """The name of a linear layer that is (part of) a router: `mlp.router.classifier`, `mlp.gate.wg`."""
 
 
+_READ = re.compile(r"\.dt_proj$")
+"""The name of a linear layer whose weight a state-space layer reads without calling it (Mamba, Jamba): an adapter
+on it would not be computed."""
+
+
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is a plain linear layer; the routers of Phi-3.5-MoE are a subclass that returns experts."""
     return type(module).forward in (nn.Linear.forward, Conv1D.forward)
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """All linear layers of a model, by name; of a model of images and text those that text reaches."""
+    """All linear layers of a model that adapters can be put on, by name; of a model of images and text those that
+    text reaches."""
     frozen = frozenset[nn.Module]()
     if reads_images(model.config):
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         decoder = model.get_decoder()  # type: ignore[no-untyped-call]
         reached = {part for text in (decoder, head) if text is not None for part in text.modules()}
         frozen = frozenset(model.modules()) - reached
-    return {name: part for name, part in model.named_modules() if is_linear(part) and part not in frozen}
+    return {
+        name: part
+        for name, part in model.named_modules()
+        if is_linear(part) and part not in frozen and not _READ.search(name)
+    }
 
 
 def targeted(model: PreTrainedModel, targets: str | list[str]) -> dict[str, nn.Module]:

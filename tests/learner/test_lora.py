@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, CTRLConfig, GPT2Config, PhimoeConfig
+from transformers import AutoModelForCausalLM, CTRLConfig, FalconConfig, GPT2Config, MambaConfig, PhimoeConfig
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig, RunConfig, TinyModel
@@ -287,6 +287,36 @@ def test_routers_that_are_linear_by_name_only_get_no_adapter(tmp_path: Path):
     assert ModelShape.of_directory(tmp_path).lora_parameters(4, "all-linear") == trained
     with pytest.raises(ConfigError, match="the model has no linear layer 'router'"):
         make_learner(tmp_path, tmp_path, targets=["router"])
+
+
+def test_layers_that_are_read_and_not_called_get_no_adapter(tmp_path: Path):
+    """Mamba multiplies by the weight of `dt_proj` itself: an adapter there would be merged but never computed."""
+    config = MambaConfig(vocab_size=97, hidden_size=32, state_size=8, num_hidden_layers=2)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    learner = make_learner(tmp_path / "base", tmp_path / "base")
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in learner.adapter()} == {
+        *("in_proj", "x_proj", "out_proj")
+    }
+    with torch.no_grad():
+        for parameter in learner.policy.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0.0, 0.3)
+    samples = make_batch(5)
+    learner.export(tmp_path / "merged")
+    merged, own = make_learner(tmp_path / "merged", None), learner.probe(samples)
+    for ours, found in zip(own, merged.probe(samples), strict=True):
+        assert ours == pytest.approx(found, abs=1e-4)
+    with pytest.raises(ConfigError, match="the model has no linear layer 'dt_proj'"):
+        make_learner(tmp_path / "base", tmp_path / "base", targets=["dt_proj"])
+
+
+def test_a_model_without_linear_layers_is_one_error(tmp_path: Path):
+    """Falcon's layers are of a kind of their own."""
+    config = FalconConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="FalconForCausalLM has no plain linear layers"):
+        make_learner(tmp_path, tmp_path)
 
 
 def test_layers_with_a_number_for_a_name_are_told_from_the_blocks(tmp_path: Path):
