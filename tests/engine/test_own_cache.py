@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from agentrl.engine.base import GenerateOptions, TokenLogprob
+from agentrl.engine.local import own_cache
 from agentrl.engine.local.local_engine import EngineCore, LocalEngine
 from agentrl.engine.local.own_cache import OwnCacheModel, TurnScheduler
 from agentrl.engine.local.process import ProcessEngine
@@ -268,6 +269,19 @@ async def test_masks_alternatives_and_scores(make: Make, folder: Path):
     assert row[len(PROMPT) - 1 :] == pytest.approx(found.logprobs, abs=1e-4)
     scored = await engine.prompt_logprobs(PROMPT, top=3)
     assert [len(token.top) for token in scored] == [3] * (len(PROMPT) - 1)
+
+
+async def test_long_rows_are_scored_in_parts(make: Make, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """The logits of a row never exist at once beyond a bound."""
+    row, engine = prompt(40), make()
+    (whole,) = await engine.token_logprobs([row])
+    monkeypatch.setattr(own_cache, "LOGITS_AT_ONCE", 16 * VOCABULARY)
+    assert isinstance(engine._model, OwnCacheModel)
+    with torch.inference_mode():
+        assert [len(part) for part in engine._model.scores(row)] == [16, 16, 7]
+    (parts,) = await engine.token_logprobs([row])
+    assert parts == pytest.approx(whole, abs=1e-5)
+    assert parts == pytest.approx(logprobs_of(reference(folder), row[:1], row[1:]), abs=1e-4)
 
 
 async def test_prompts_may_be_read_only(make: Make):

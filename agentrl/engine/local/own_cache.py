@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from agentrl.engine.local.batching import BatchLimits
 from agentrl.engine.local.constrained import sample_constrained, tell
-from agentrl.engine.local.flat_model import WHERE, EngineModel
+from agentrl.engine.local.flat_model import LOGITS_AT_ONCE, WHERE, EngineModel
 from agentrl.engine.local.sampler import Draw, uniforms
 from agentrl.engine.local.slots import BatchRequest, IntArray
 from agentrl.errors import ConfigError, EngineError
@@ -74,9 +74,16 @@ class OwnCacheModel(EngineModel):
         return logits[0, -1]
 
     def scores(self, row: Sequence[int]) -> Iterator[Tensor]:
-        """Compute log-probabilities (T, V) at temperature 1 after all tokens of a row but the last."""
-        logits: Tensor = self.module(input_ids=torch.tensor([row], device=self.device), use_cache=False).logits
-        yield torch.log_softmax(logits[0, :-1].float(), -1)
+        """Compute log-probabilities (k, V) at temperature 1 after all tokens of a row but the last, k at a time.
+
+        Each part is a pass over the row; families that give all logits only make them at once.
+        """
+        ids_1L = torch.tensor([row], device=self.device)
+        places_T = torch.arange(len(row) - 1, device=self.device)
+        at_once = max(1, LOGITS_AT_ONCE // self.vocabulary) if self._can_keep else len(row)
+        for keep_k in torch.split(places_T, at_once):
+            logits: Tensor = self.module(input_ids=ids_1L, use_cache=False, **self._keeping(keep_k)).logits
+            yield torch.log_softmax(logits[0, : len(keep_k)].float(), -1)
 
     def _extend(
         self, model: PreTrainedModel, cache: Cache, ids: Sequence[int] | IntArray, logits_to_keep: int = 0
@@ -88,7 +95,7 @@ class OwnCacheModel(EngineModel):
             raise ConfigError(f"{type(model).__name__} keeps its state in no cache that can be handed to it again")
         return out.logits[0], kept
 
-    def _keeping(self, last: int) -> dict[str, Any]:
+    def _keeping(self, last: int | Tensor) -> dict[str, Any]:
         return {"logits_to_keep": last} if self._can_keep else {}
 
     def _probe(self) -> None:
