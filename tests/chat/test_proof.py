@@ -144,6 +144,17 @@ def test_a_template_without_a_closing_token_stops_at_start(tmp_path: Path):
         Renderer.from_directory(make(tmp_path, plain))
 
 
+def test_a_template_that_reads_text_from_parts_only_is_named_as_such(tmp_path: Path):
+    """Templates of LLaVA and SmolVLM show nothing of plain text."""
+    parts = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% for part in m.content %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    with pytest.raises(TemplateError, match=r"leaves out the text of assistant messages; .* list of parts only"):
+        Renderer.from_directory(make(tmp_path, parts))
+
+
 def test_the_stop_tokens_of_gpt_oss_are_found_without_being_told(tmp_path: Path):
     renderer = Renderer.from_directory(HARMONY.directory(tmp_path))
     assert {renderer.vocabulary.token(id) for id in renderer.stop_ids} == {"<|return|>", "<|call|>"}
