@@ -149,7 +149,7 @@ TEXT: dict[str, dict[str, Any]] = {
 
 
 def _seeing(model_type: str, *parts: dict[str, Any], quick: bool = False, **vision: Any) -> Family:
-    """A model of images and text: its vision tower has settings of its own, and so has its text decoder."""
+    """A model of images and text: its vision tower and its text decoder have separate settings."""
     base = AutoConfig.for_model(model_type)
     own = copy.deepcopy(TEXT.get(model_type, {}))  # transformers writes into its rotations
     text = {"model_type": base.text_config.model_type, **SHAPE, **SMALL_HEADS, **own}

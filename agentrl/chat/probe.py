@@ -63,8 +63,8 @@ def probe(renderer: Renderer, eos_ids: frozenset[int]) -> Habits:
         written = renderer.render_data([renderer.data(_USER), _assistant(), renderer.data(_USER)], offered)
         if SENTINEL not in written:
             raise TemplateError(
-                "the chat template leaves out the text of assistant messages; those of some models of images and "
-                "text read it from a list of parts only: choose another one (model.chat_template: chatml is one)"
+                "the chat template leaves out the text of assistant messages; templates of some models of images "
+                "and text read it from a list of parts only: choose another one (model.chat_template: chatml is one)"
             )
         after = renderer.vocabulary.unshield(written[written.rfind(SENTINEL) :])[:60]
         raise TemplateError(

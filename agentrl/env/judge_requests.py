@@ -1,7 +1,7 @@
 """Requests of one judge from several event loops: clients, and a limit that all of them share.
 
-A plain reward that calls `asyncio.run(judge.score(...))` has an event loop of its own, next to those of other
-episodes. Connections and asyncio's locks belong to one loop each.
+A plain reward that calls `asyncio.run(judge.score(...))` runs in a separate event loop, while rewards of other
+episodes run in theirs. Connections and asyncio's locks belong to one loop each.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ async def _rescore(scorer: _Rescorer, run: Path, steps: Sequence[int], say: Call
 
 @dataclass(slots=True)
 class _Replayed:
-    """An episode whose messages were replayed: the env's turns with their faults, or why they are not those of the
+    """An episode whose messages were replayed: the env's turns with their faults, or why they differ from the
     record."""
 
     turns: tuple[Turn, ...] = ()

@@ -3,7 +3,7 @@
 Convolutions, recurrent states and indexed attention mix the tokens of a packed batch, and some attention (sinks,
 bounded scores, chunks) is not what `packed_attention` computes. Such a model runs as transformers has it, on whole
 rows, padded on the right, where no token sees the padding. The batch stays a prefix tree for everything else: the
-output at a shared token is that of one of its rows, so losses and gradients are the same. Only the time is not.
+output at a shared token is read from one of its rows, so losses and gradients are the same. Only the time differs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _APART = "_agentrl_rows_apart"
 class PaddedRows(NamedTuple):
     """The rows of a prefix tree of T tokens, one for each leaf: B rows of at most L tokens.
 
-    `flat_BL` is the flat position of each token, in the padding that of the row's last one; `place_T` is where
-    each flat position is in the B x L, in the first row that has it.
+    `flat_BL` is the flat position of each token (in the padding, of the row's last token); `place_T` is the place
+    of each flat position in the flattened B x L, in the first row that has it.
     """
 
     flat_BL: Tensor

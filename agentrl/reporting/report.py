@@ -35,7 +35,7 @@ class Summary:
     train_seconds: float = 0.0
     """Time of the training steps, without start-up, cold start, evaluations and checkpoints; a fork's own."""
     wall_seconds: float = 0.0
-    """Time from start to end; for a process that was killed, that of the steps it had logged."""
+    """Time from start to end; for a process that was killed, the time of the steps that it had logged."""
     episodes: int = 0
     """Training episodes played."""
     sampled_tokens: int = 0

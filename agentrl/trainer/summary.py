@@ -60,7 +60,7 @@ def summarize(store: RunStore, config: RunConfig, wall_seconds: float) -> Summar
 
 
 def earlier_seconds(store: RunStore, ended: Summary | None) -> float:
-    """The wall time of a run up to now: until it last `ended`, and that of the steps since then if it was killed.
+    """The wall time of a run up to now: until it last `ended`, and of the steps since then if it was killed.
 
     Call it before the lines of steps without a checkpoint are removed.
     """
