@@ -64,8 +64,8 @@ def probe(renderer: Renderer, eos_ids: frozenset[int]) -> Habits:
         if SENTINEL not in written:
             raise TemplateError(
                 "the chat template leaves out the text of assistant messages; templates of some models of images "
-                "and text read it from a list of parts only: choose another template (model.chat_template: chatml, "
-                "for example)"
+                "and text read it from a list of parts only: choose another template, such as "
+                "model.chat_template: chatml"
             )
         after = renderer.vocabulary.unshield(written[written.rfind(SENTINEL) :])[:60]
         raise TemplateError(
