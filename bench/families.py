@@ -407,7 +407,7 @@ def plain_logprobs(model: PreTrainedModel, rows: list[Sample]) -> Tensor:
 
 
 def learner_gap(directory: Path, plain: PreTrainedModel, seen: set[str] | None = None) -> float:
-    """The largest difference of a log-probability; `seen` is told if rows are computed apart."""
+    """The largest difference of a log-probability; adds "apart" to `seen` if rows are computed apart."""
     model = load_policy(directory, torch.device("cpu"))
     if seen is not None and rows_apart(model):
         seen.add("apart")
@@ -418,7 +418,7 @@ def learner_gap(directory: Path, plain: PreTrainedModel, seen: set[str] | None =
 
 
 def engine_gap(directory: Path, plain: PreTrainedModel, seen: set[str] | None = None) -> float:
-    """The largest difference of a sampled token's log-probability; `seen` is told if sequences take turns."""
+    """The largest difference of a sampled token's log-probability; adds "turns" to `seen` if rows take turns."""
 
     async def play() -> list[tuple[tuple[int, ...], Any]]:
         engine = LocalEngine.from_directory(directory, max_slots=4, cache_mb=64, prefill_chunk=16)

@@ -166,7 +166,7 @@ class RunReader:
     def _read_metrics(self, path: Path) -> None:
         try:
             with open_regular(path) as file:
-                if not self._metrics.continued_in(file):  # a resumed run wrote it anew
+                if not self._metrics.continued_in(file):  # a resumed run rewrote it
                     self._metrics = Metrics()
                     file.seek(0)
                 while line := file.readline(MAX_LINE):

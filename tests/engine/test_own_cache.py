@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,24 +30,12 @@ from agentrl.engine.local.slots import BatchRequest
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Completion, Sampling
 from tests.engine.engine_models import VOCABULARY, logprobs_of
+from tests.learner.train_models import SHAPE as TINY
 
 Make = Callable[..., LocalEngine]
 PROMPT = [7, 3, 250, 9, 9, 41, 100, 2]
 GREEDY = Sampling(temperature=0.0, max_tokens=8)
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.15,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SHAPE = {**TINY, "vocab_size": VOCABULARY, "initializer_range": 0.15}
 LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,

@@ -40,24 +40,10 @@ from agentrl.learner.policy_model import checkpoint_activations, load_policy
 from agentrl.learner.prefix_tree import prefix_tree
 from agentrl.types import Sample
 from tests.learner.direct import DirectLearner
-from tests.learner.train_models import VOCABULARY, gradients, make_batch, make_sample, relative
+from tests.learner.train_models import SHAPE, VOCABULARY, gradients, make_batch, make_sample, one_by_one, relative
 
 CPU = torch.device("cpu")
 WINDOW = 7
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 KINDS = ["full_attention", "sliding_attention"]
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "mistral, every layer": lambda: MistralConfig(**SHAPE, sliding_window=WINDOW),
@@ -149,15 +135,6 @@ def ours(directory: Path, kind: str) -> Any:
 
 
 # --- what they compute -------------------------------------------------------------------------------------------
-
-
-def one_by_one(model: torch.nn.Module, samples: list[Sample]) -> Tensor:
-    """[N] log-probabilities of the trained tokens, each row on its own."""
-    found = []
-    for sample in samples:
-        table_LV = model(input_ids=torch.tensor([sample.ids]), use_cache=False).logits[0].log_softmax(-1)
-        found += [table_LV[t - 1, sample.ids[t]] for t, on in enumerate(sample.loss_mask) if on]
-    return torch.stack(found)
 
 
 def long_prompts() -> list[Sample]:

@@ -312,7 +312,7 @@ def test_layers_that_are_read_and_not_called_get_no_adapter(tmp_path: Path):
 
 
 def test_a_model_without_linear_layers_is_one_error(tmp_path: Path):
-    """Falcon's layers are of a kind of their own."""
+    """Falcon uses a custom linear layer."""
     config = FalconConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="FalconForCausalLM has no plain linear layers"):

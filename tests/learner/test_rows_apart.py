@@ -35,23 +35,18 @@ from agentrl.learner.prefix_tree import prefix_tree
 from agentrl.models.linear import targeted
 from agentrl.models.stored import as_saved
 from tests.learner.direct import DirectLearner
-from tests.learner.train_models import VOCABULARY, gradients, make_batch, make_sample, observed, relative, scored
+from tests.learner.train_models import (
+    SHAPE,
+    gradients,
+    make_batch,
+    make_sample,
+    observed,
+    one_by_one,
+    relative,
+    scored,
+)
 
 CPU = torch.device("cpu")
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 VISION: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 32,
@@ -88,15 +83,6 @@ def write(config: PretrainedConfig, directory: Path, seed: int = 0) -> Path:
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     return directory
-
-
-def one_by_one(model: torch.nn.Module, samples: list[Any]) -> torch.Tensor:
-    """[N] log-probabilities of the trained tokens, each row by itself."""
-    found = []
-    for sample in samples:
-        table_LV = model(input_ids=torch.tensor([sample.ids]), use_cache=False).logits[0].log_softmax(-1)
-        found += [table_LV[t - 1, sample.ids[t]] for t, on in enumerate(sample.loss_mask) if on]
-    return torch.stack(found)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -197,7 +183,7 @@ def test_micro_batches_of_padded_rows_hold_their_padding():
 
 
 def test_a_sharded_model_knows_it(tmp_path: Path):
-    """Ranks get their values from rank 0, and are told how it computes."""
+    """Rank 0 loads the values; the other ranks compute as it does."""
     driver = learner(write(FAMILIES["convolutions"], tmp_path), config={"precision": "bfloat16"})
     try:
         assert driver.rank.world.mesh is not None

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,23 @@ from agentrl.types import Routes, Sample
 VOCABULARY = 97
 
 M = TypeVar("M", bound=torch.nn.Module)
+
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+"""Settings of a tiny model of any family."""
 
 
 def write_model(directory: Path, *, seed: int, hidden: int = 32, layers: int = 2) -> Path:
@@ -120,6 +137,15 @@ def scored(samples: list[Sample]) -> tuple[list[Sample], Scores]:
         rows.append(replace(s, columns=columns))
     groups = {s.episode_id: s.group for s in samples}
     return rows, Scores(episodes, [rewards[e] for e in episodes], [groups[e] for e in episodes])
+
+
+def one_by_one(model: torch.nn.Module, samples: list[Sample]) -> Tensor:
+    """[N] log-probabilities of the trained tokens, each row on its own."""
+    found = []
+    for sample in samples:
+        table_LV = model(input_ids=torch.tensor([sample.ids]), use_cache=False).logits[0].log_softmax(-1)
+        found += [table_LV[t - 1, sample.ids[t]] for t, on in enumerate(sample.loss_mask) if on]
+    return torch.stack(found)
 
 
 def padded_logprobs(model: PreTrainedModel, samples: Sequence[Sample], temperature: float = 1.0) -> list[Tensor]:

@@ -85,7 +85,7 @@ class EngineModel:
         """
         unknown = [name for name in weights if name not in self._state]
         if unknown:
-            raise ValueError(f"the model has no parameter {_some(unknown)}; names are those of the state dict")
+            raise ValueError(f"the model has no parameter {_some(unknown)}; names must match the state dict")
         for name, tensor in weights.items():
             if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.is_sparse:
                 raise ValueError(f"{name} must be a dense tensor with values, got {tensor!r:.80}")

@@ -39,7 +39,7 @@ class OwnCacheModel(EngineModel):
 
     Attributes:
         chunks: whether a cache can be continued by several tokens at once. Some families compute those as if
-            nothing came before them; the context is then computed anew, or continued token by token.
+            nothing came before them; the context is then recomputed, or continued token by token.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -205,7 +205,7 @@ class TurnScheduler:
         self._kept.pop(session, None)
 
     def drop_states(self, version: int) -> None:
-        """Invalidate the caches after a change of weights; running requests compute theirs anew."""
+        """Invalidate the caches after a change of weights; running requests recompute theirs."""
         self.version = version
         self._kept.clear()
         for each in self._running:
