@@ -43,6 +43,14 @@ def make_learner(policy: Path, start: Path | None, **lora: Any) -> DirectLearner
     )
 
 
+def randomize_adapters(learner: DirectLearner) -> None:
+    """As if they had been trained: fresh ones add nothing."""
+    with torch.no_grad():
+        for parameter in learner.policy.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0.0, 0.3)
+
+
 @pytest.fixture
 def trained(policy_dir: Path, tmp_path: Path) -> tuple[DirectLearner, Path]:
     learner = make_learner(policy_dir, policy_dir)
@@ -298,10 +306,7 @@ def test_layers_that_are_read_and_not_called_get_no_adapter(tmp_path: Path):
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in learner.adapter()} == {
         *("in_proj", "x_proj", "out_proj")
     }
-    with torch.no_grad():
-        for parameter in learner.policy.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(0.0, 0.3)
+    randomize_adapters(learner)
     samples = make_batch(5)
     learner.export(tmp_path / "merged")
     merged, own = make_learner(tmp_path / "merged", None), learner.probe(samples)
@@ -347,10 +352,7 @@ def test_layers_that_keep_their_weights_transposed_are_merged_rightly(tmp_path: 
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     learner = make_learner(tmp_path / "base", tmp_path / "base")
-    with torch.no_grad():
-        for parameter in learner.policy.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(0.0, 0.3)
+    randomize_adapters(learner)
     samples = make_batch(5)
     learner.export(tmp_path / "merged")
     with torch.no_grad():
