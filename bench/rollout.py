@@ -154,7 +154,7 @@ def make_renderer(folder: Path) -> Renderer:
     words = "Look things up with the tool, then answer. Question what is known about the matter Found: call one "
     corpus = [words + '{"name": "look_up", "arguments": {"query": "a"}}'] * 4
     make_tokenizer(folder, corpus, vocab=VOCABULARY, max_context=4096)
-    (folder / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": VOCABULARY}))
     return Renderer.from_directory(folder)
 
 
@@ -169,27 +169,26 @@ def make_completions(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> 
 
 def play(work: Workload, watch: Callable[[ServedEngine, GroupPlayer], None] | None = None) -> Played:
     """Play as a run does: also with the thresholds of its garbage collector."""
-    with long_lived():
-        return run_skipping(_play(work, watch))
+    with long_lived(), tempfile.TemporaryDirectory() as folder:
+        return run_skipping(_play(work, watch, Path(folder)))
 
 
-async def _play(work: Workload, watch: Callable[[ServedEngine, GroupPlayer], None] | None) -> Played:
+async def _play(work: Workload, watch: Callable[[ServedEngine, GroupPlayer], None] | None, model: Path) -> Played:
     """Play with the scheduler, players, tools and servers' pool of a run; new weights after each step."""
     load, loop = Load(slots=SERVERS * work.slots), asyncio.get_running_loop()
     before = resident()
-    with tempfile.TemporaryDirectory() as folder:
-        renderer = make_renderer(Path(folder))
-        completions = make_completions(renderer, work.env().tools)
-        make = partial(SimulatedHost, completions, work.slots, work.step_s, load, work.failures)
-        hosts = [make(number) for number in range(SERVERS)]
-        engine = ServedEngine(
-            hosts,
-            TensorSync(bucket_bytes=1 << 20),
-            model=Path(folder),
-            limits=ServedLimits(capacity=work.slots, restarts=1000),
-            tell=lambda said: None,
-        )
-        await engine.start()
+    renderer = make_renderer(model)
+    completions = make_completions(renderer, work.env().tools)
+    make = partial(SimulatedHost, completions, work.slots, work.step_s, load, work.failures)
+    hosts = [make(number) for number in range(SERVERS)]
+    engine = ServedEngine(
+        hosts,
+        TensorSync(bucket_bytes=1 << 20),
+        model=model,
+        limits=ServedLimits(capacity=work.slots, restarts=1000),
+        tell=lambda said: None,
+    )
+    await engine.start()
     limits = EpisodeLimits(max_turns=MAX_TURNS, timeout_s=36_000, token_budget=16_384)
     player = Player(engine, renderer, work.env, limits, Sampling(max_tokens=4096, stop_ids=renderer.stop_ids))
     played = Played(0.0, 0.0, load)

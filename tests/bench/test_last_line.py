@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import rollout
 from bench.shared import verdict
 from bench.shared.verdict import KEYS, Machine, last_line
 
@@ -41,6 +42,13 @@ def test_a_quick_bench_ends_with_the_contract(arguments: list[str]) -> None:
     assert list(line)[:7] == list(KEYS)
     assert line["bench"] == arguments[0]
     assert line["met"] in (True, False, "inconclusive")
+
+
+def test_simulated_servers_play_and_take_new_weights() -> None:
+    played = rollout.play(rollout.Workload(256, 2, rollout.Slow, slots=4, step_s=0.03))
+    assert played.episodes == 128
+    assert played.lost < 8, "sandboxes break on purpose, few of them"
+    assert 0.5 < played.bound_s / played.wall_s <= 1.0
 
 
 def test_a_line_without_its_goal_is_refused() -> None:

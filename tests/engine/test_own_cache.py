@@ -136,10 +136,15 @@ async def test_a_session_goes_on_from_its_cache_where_the_family_can(make: Make)
     assert more.ids == (await make().generate([*prompt(20), *one.ids], GREEDY)).ids
 
 
-async def test_equal_prompts_that_arrive_together_are_computed_once(make: Make, folder: Path):
-    engine, model = make(prefill_chunk=40), reference(folder)
-    sampling = [Sampling(max_tokens=10, seed=seed) for seed in range(5)]
-    found = await asyncio.gather(*(engine.generate(prompt(100), each) for each in sampling))
+def test_equal_prompts_that_arrive_together_are_computed_once(folder: Path):
+    core, model = EngineCore.from_directory(folder, prefill_chunk=40), reference(folder)
+    found = list[Completion]()
+    for seed in range(5):
+        request = BatchRequest(np.array(prompt(100)), Sampling(max_tokens=10), seed, None, found.append)  # type: ignore[arg-type]
+        core.scheduler.submit(request)
+    with torch.inference_mode():
+        while core.scheduler.busy:
+            core.scheduler.step()
     assert sorted(completion.cached_tokens for completion in found) == [0, *[99] * 4]
     for completion in found:
         assert completion.logprobs == pytest.approx(logprobs_of(model, prompt(100), completion.ids), abs=1e-4)
