@@ -25,6 +25,7 @@ SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
+    "num_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -34,6 +35,9 @@ SMALL: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
+    "top_k_experts": 2,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0,
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
@@ -41,11 +45,23 @@ SMALL: dict[str, Any] = {
     "kv_lora_rank": 16,
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
+    "qk_head_dim": 16,
     "v_head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_headdim": 16,
+    "attention_hidden_size": 128,
+    "mamba_d_state": 8,
+    "mamba_d_ssm": 128,
+    "mamba_n_groups": 1,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "attn_layer_indices": [1],
+    "hybrid_layer_ids": [1],
 }
 """Sizes of a tiny model; of an architecture only those that its configuration has are set."""
 SMALL_TOWER: dict[str, Any] = {
@@ -205,9 +221,10 @@ def make_smoke_model(target: Path, source: Path, corpus: Iterable[str], *, seed:
         ConfigError: transformers has no such architecture, or it cannot be made small.
     """
     import torch
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoTokenizer
 
-    from agentrl.models.model_config import any_config, auto_class, one_line, reads_images
+    from agentrl.models.model_config import any_config, auto_class, one_line, reads_images, refuse_class
     from agentrl.models.tiny import make_tokenizer
 
     if (source / "tokenizer.json").is_file():
@@ -221,6 +238,7 @@ def make_smoke_model(target: Path, source: Path, corpus: Iterable[str], *, seed:
         tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=False)
         if (source / "config.json").is_file():
             shape = any_config(source, f"model.path {source}")
+            refuse_class(shape, f"model.path {source}")
         else:
             shape = AutoConfig.for_model("qwen3_moe" if _EXPERTS.search(source.name) else "qwen3")
         text = shape.get_text_config()
@@ -234,7 +252,15 @@ def make_smoke_model(target: Path, source: Path, corpus: Iterable[str], *, seed:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = auto_class(shape).from_config(shape, dtype=torch.float32, trust_remote_code=False)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as e:
+    except (
+        ImportError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        StrictDataclassError,
+    ) as e:
         raise ConfigError(
             f"model.path {source}: a tiny model of its architecture cannot be made: {one_line(e)}"
         ) from e
@@ -242,17 +268,25 @@ def make_smoke_model(target: Path, source: Path, corpus: Iterable[str], *, seed:
 
 
 def _shrink(shape: PretrainedConfig, vocabulary: int) -> None:
+    if getattr(shape, "is_heterogeneous", False):
+        shape.per_layer_config = {}  # Gemma 4 has larger heads in some layers
+    layers = shape.num_hidden_layers
+    for key, value in list(vars(shape).items()):
+        if key == "layer_types" or (isinstance(value, list) and len(value) == layers):
+            few = _some_of_each(value, SMALL["num_hidden_layers"]) if value else value
+            setattr(shape, key, [SMALL[key]] * len(few) if key in SMALL else few)
     for key, value in SMALL.items():
-        if isinstance(getattr(shape, key, None), int):
+        derived = isinstance(getattr(type(shape), key, None), property)
+        if not derived and isinstance(getattr(shape, key, None), type(value)):
             setattr(shape, key, value)
     if isinstance(getattr(shape, "kv_lora_rank", None), int):  # latent attention: a key for each query
         shape.num_key_value_heads, shape.head_dim = shape.num_attention_heads, shape.qk_rope_head_dim
-    if getattr(shape, "layer_types", None):
-        shape.layer_types = _some_of_each(shape.layer_types, shape.num_hidden_layers)
     if isinstance(rope := getattr(shape, "rope_parameters", None), dict) and "mrope_section" in rope:
         pairs = SMALL["head_dim"] // 2
         rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
     shape.vocab_size, shape.bos_token_id, shape.dtype = vocabulary, None, "float32"
+    if hasattr(shape, "vocab_size_per_layer_input"):
+        shape.vocab_size_per_layer_input = vocabulary
 
 
 def _shrink_tower(shape: PretrainedConfig) -> None:
@@ -261,7 +295,7 @@ def _shrink_tower(shape: PretrainedConfig) -> None:
             setattr(shape, key, value)
 
 
-def _some_of_each(kinds: Sequence[str], count: int) -> list[str]:
+def _some_of_each(kinds: Sequence[Any], count: int) -> list[Any]:
     """Different kinds of layers first, so that a small model has them all."""
     different = list(dict.fromkeys(kinds))
     return [*different, *([different[-1]] * count)][:count]

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from typer.testing import CliRunner, Result
 
 from agentrl.cli.app import app
+from agentrl.errors import ConfigError
 from agentrl.learner.policy_model import load_policy
 from agentrl.preflight.smoke import make_smoke_model, smoke_config
 from tests.preflight.test_machines import MODELS, RECIPES, ROOT, folder
@@ -145,6 +146,41 @@ def test_envs_that_have_their_own_evaluation_are_made_small(tmp_path: Path):
     file.write_text(f"envs:\n  a: {{use: '{use}', {own}}}\n  b: {{use: '{use}', {own}}}\nmodel: {{tiny: {{}}}}\n")
     config = smoke_config(file, [], tmp_path / "smoke")
     assert [(view.eval.every, view.eval.tasks) for view in config.by_env.values()] == [(1, 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("exaone_moe", {}),  # dense and sparse layers by name
+        ("falcon_mamba", {}),  # kinds of layers that cannot be set
+        ("gemma3n_text", {}),  # a width and a sparsity of each layer
+        ("gemma4_text", {"num_kv_shared_layers": 20, "num_hidden_layers": 35}),  # larger heads in some layers
+        ("granitemoehybrid", {}),
+        ("jamba", {"num_experts": 16}),
+        ("laguna", {}),  # a number of heads for each layer
+        ("longcat_flash", {}),  # two layers in one
+        ("zamba2", {}),
+    ],
+)
+def test_layers_that_differ_are_made_small_each(tmp_path: Path, family: str, settings: dict[str, int]):
+    given = AutoConfig.for_model(family, **settings)
+    given.save_pretrained(tmp_path)
+    make_smoke_model(tmp_path / "small", tmp_path, ["some text for the tokenizer"])
+    assert (tmp_path / "small/model.safetensors").stat().st_size < 20_000_000
+    policy = load_policy(tmp_path / "small", torch.device("cpu"))
+    assert policy.config.num_hidden_layers in (2, 4)
+    kinds = set(getattr(given, "layer_types", None) or ())
+    assert set(getattr(policy.config, "layer_types", None) or ()) == kinds
+
+
+def test_what_cannot_be_trained_or_made_is_one_error(tmp_path: Path):
+    AutoConfig.for_model("qwen2_audio").save_pretrained(tmp_path / "audio")
+    with pytest.raises(ConfigError, match="without a text decoder that agentrl can train"):
+        make_smoke_model(tmp_path / "small", tmp_path / "audio", ["some text"])
+    AutoConfig.for_model("lfm2_moe").save_pretrained(tmp_path / "odd")  # without kinds of layers
+    with pytest.raises(ConfigError, match="a tiny model of its architecture cannot be made: ") as caught:
+        make_smoke_model(tmp_path / "small", tmp_path / "odd", ["some text"])
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
