@@ -39,7 +39,7 @@ from agentrl.learner.state import TrainingState, copy_state, restore_optimizer, 
 from agentrl.models.device import pick_device
 from agentrl.models.folder import refuse_adapter
 from agentrl.models.loading import LOADING
-from agentrl.models.model_config import any_config
+from agentrl.models.model_config import NO_MODEL, any_config
 
 CRITIC_FOLDER = "critic"
 """In a checkpoint: the critic."""
@@ -67,16 +67,7 @@ def load_critic(directory: Path) -> PreTrainedModel:
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        RuntimeError,
-        AttributeError,
-        TypeError,
-        SafetensorError,
-        UnpicklingError,
-    ) as e:
+    except (*NO_MODEL, OSError, SafetensorError, UnpicklingError) as e:
         raise ConfigError(
             f"critic: {directory} cannot be loaded as a value model: {' '.join(str(e).split())[:300]}"
         ) from e

@@ -27,7 +27,7 @@ from agentrl.config.run import LoRAConfig, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.shard import World, settle, whole
 from agentrl.models.linear import ending, is_linear, linear_layers, targeted, unknown_target
-from agentrl.models.model_config import auto_class, one_line, read_config
+from agentrl.models.model_config import NO_MODEL, auto_class, one_line, read_config
 from agentrl.models.tiny import tiny_config
 
 ADAPTER_FOLDER = "adapter"
@@ -85,8 +85,12 @@ def refuse_unknown_targets(config: RunConfig) -> None:
         if tiny is None
         else tiny_config(tiny, vocab=tiny.vocab)
     )
-    with torch.device("meta"):  # names without storage
-        _refuse_unknown(auto_class(found).from_config(found, trust_remote_code=False), lora)
+    try:
+        with torch.device("meta"):  # names without storage
+            model = auto_class(found).from_config(found, trust_remote_code=False)
+    except NO_MODEL as e:
+        raise ConfigError(f"model.path {config.model.path}: cannot make the model: {one_line(e)}") from e
+    _refuse_unknown(model, lora)
 
 
 def _refuse_unknown(model: PreTrainedModel, config: LoRAConfig) -> None:

@@ -8,7 +8,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, TypedDict, cast
 
 from agentrl.errors import ConfigError
-from agentrl.models.model_config import auto_class, freeze_senses, read_config, takes_attention
+from agentrl.models.model_config import NO_MODEL, auto_class, freeze_senses, read_config, takes_attention
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,6 @@ def load_causal_lm(directory: Path, where: str, *, dtype: torch.dtype, attention
     Raises:
         ConfigError: the folder contains no such model, or its weights do not match its config.json.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers.utils import logging
 
@@ -55,14 +54,7 @@ def load_causal_lm(directory: Path, where: str, *, dtype: torch.dtype, attention
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below, in one line
             )
-    except (
-        *(OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError),
-        *(
-            UnpicklingError,
-            SafetensorError,
-            StrictDataclassError,
-        ),  # the latter: config.json asks for another attention's outputs
-    ) as e:
+    except (*NO_MODEL, OSError, UnpicklingError, SafetensorError) as e:
         why = " ".join(str(e).split())[:300]
         raise ConfigError(f"{where}: cannot load a causal language model: {why}") from e
     finally:

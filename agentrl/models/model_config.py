@@ -21,6 +21,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from agentrl.errors import ConfigError
 from agentrl.models.folder import check_model_folder, refuse_adapter
 
+NO_MODEL = (
+    *(ImportError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError),
+    *(AssertionError, StrictDataclassError),
+)
+"""What transformers raises where it cannot make a model: a config is inconsistent, a package is missing."""
+
 
 def refuse_config(config: PretrainedConfig, where: str) -> None:
     """Reject models that cannot work, judging by their config.

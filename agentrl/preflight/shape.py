@@ -93,9 +93,11 @@ class ModelShape:
 
         from agentrl.models.linear import linear_layers, sizes_of, targeted
         from agentrl.models.model_config import (
+            NO_MODEL,
             auto_class,
             freeze_senses,
             layer_configs,
+            one_line,
             refuse_class,
             refuse_config,
         )
@@ -109,8 +111,8 @@ class ModelShape:
         try:
             with torch.device("meta"):  # shapes without storage
                 model = freeze_senses(auto_class(config).from_config(config, trust_remote_code=False))
-        except _MADE_NO_MODEL as e:
-            raise ConfigError(f"{where}: not a causal language model that can be planned: {str(e)[:300]}") from e
+        except NO_MODEL as e:
+            raise ConfigError(f"{where}: not a causal language model that can be planned: {one_line(e)}") from e
         heads = int(getattr(text, "num_attention_heads", 1))  # a state-space model has none
         trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
         blocks = {name: size for name, size in trained.items() if _IN_BLOCK.search(name)}
@@ -221,9 +223,6 @@ class ModelShape:
 _AT_LEAST_ONE = (
     "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size", "max_position_embeddings",
-)  # fmt: skip
-_MADE_NO_MODEL = (
-    LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError, AssertionError,
 )  # fmt: skip
 _IN_BLOCK = re.compile(r"\.[0-9]+\.")
 """The name of what is in one of several blocks, `model.layers.0.` or `transformer.h.0.`."""
@@ -389,15 +388,15 @@ def classifier_parameters(directory: Path) -> int:
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    from agentrl.models.model_config import any_config
+    from agentrl.models.model_config import NO_MODEL, any_config, one_line
 
     config = any_config(directory, f"reward_model.path {directory}")
     auto: Any = AutoModelForSequenceClassification
     try:
         with torch.device("meta"):  # shapes without storage
             model = auto.from_config(config, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as e:
+    except (*NO_MODEL, OSError) as e:
         raise ConfigError(
-            f"reward_model.path {directory}: not a classifier that can be planned: {str(e)[:300]}"
+            f"reward_model.path {directory}: not a classifier that can be planned: {one_line(e)}"
         ) from e
     return sum(p.numel() for p in model.parameters())

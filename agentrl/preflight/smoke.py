@@ -221,10 +221,9 @@ def make_smoke_model(target: Path, source: Path, corpus: Iterable[str], *, seed:
         ConfigError: transformers has no such architecture, or it cannot be made small.
     """
     import torch
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoTokenizer
 
-    from agentrl.models.model_config import any_config, auto_class, one_line, reads_images, refuse_class
+    from agentrl.models.model_config import NO_MODEL, any_config, auto_class, one_line, reads_images, refuse_class
     from agentrl.models.tiny import make_tokenizer
 
     if (source / "tokenizer.json").is_file():
@@ -252,15 +251,7 @@ def make_smoke_model(target: Path, source: Path, corpus: Iterable[str], *, seed:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = auto_class(shape).from_config(shape, dtype=torch.float32, trust_remote_code=False)
-    except (
-        ImportError,
-        LookupError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        StrictDataclassError,
-    ) as e:
+    except NO_MODEL as e:
         raise ConfigError(
             f"model.path {source}: a tiny model of its architecture cannot be made: {one_line(e)}"
         ) from e
@@ -297,7 +288,7 @@ def _shrink_tower(shape: PretrainedConfig) -> None:
 
 def _some_of_each(kinds: Sequence[Any], count: int) -> list[Any]:
     """Different kinds of layers first, so that a small model has them all."""
-    different = list(dict.fromkeys(kinds))
+    different = [kind for place, kind in enumerate(kinds) if kind not in kinds[:place]]
     return [*different, *([different[-1]] * count)][:count]
 
 

@@ -12,8 +12,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CTRLConfig, LlamaConfig
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, CTRLConfig, LlamaConfig
 
+from agentrl.config import load_config
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.reward_model import RewardModelConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
@@ -21,6 +23,7 @@ from agentrl.engine.local.flat_model import FlatModel, load_model
 from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.errors import ConfigError
 from agentrl.learner.critic import load_critic
+from agentrl.learner.lora import refuse_unknown_targets
 from agentrl.learner.policy_model import checkpoint_activations, empty_policy, load_policy
 from agentrl.models.trial import boundaries, with_near_boundaries
 from agentrl.preflight.shape import ModelShape
@@ -244,6 +247,23 @@ def test_a_model_that_transformers_cannot_compute_is_one_line_from_the_engine(tm
     with pytest.raises(ConfigError, match="cannot") as caught:
         LocalEngine.from_directory(tmp_path, max_slots=2, cache_mb=16)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("timm") is not None, reason="timm is installed")
+def test_a_package_that_transformers_lacks_is_one_error(tmp_path: Path):
+    """The vision tower of Gemma 3n comes from timm, which agentrl does not install."""
+    AutoConfig.for_model("gemma3n").save_pretrained(tmp_path)
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"cannot load a causal language model: .*requires the timm library"):
+        load_policy(tmp_path, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"that can be planned: .*requires the timm library"):
+        ModelShape.of_directory(tmp_path)
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "env: agentrl.envs.calculator:Calculator\nmodel: {path: .}\nlearner: {lora: {targets: [q_proj]}}\n"
+    )
+    with pytest.raises(ConfigError, match=r"cannot make the model: .*requires the timm library"):
+        refuse_unknown_targets(load_config(file))
 
 
 def test_heads_may_be_wider_in_some_layers(tmp_path: Path):

@@ -38,12 +38,13 @@ class Classifier:
             ConfigError: the model is missing, it has several labels, or its head has no weights.
         """
         import torch
+        from safetensors import SafetensorError
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         from agentrl.models.device import pick_device
         from agentrl.models.folder import refuse_adapter
         from agentrl.models.loading import LOADING
-        from agentrl.models.model_config import any_config
+        from agentrl.models.model_config import NO_MODEL, any_config
 
         directory = Path(config.path or "")
         refuse_adapter(directory, f"reward_model.path {directory}")
@@ -61,7 +62,7 @@ class Classifier:
             tokenizer: Any = AutoTokenizer.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False
             )
-        except (OSError, ValueError, KeyError, UnpicklingError) as e:
+        except (*NO_MODEL, OSError, SafetensorError, UnpicklingError) as e:
             raise ConfigError(
                 f"reward_model.path {directory} cannot be loaded: {' '.join(str(e).split())[:300]}"
             ) from e
