@@ -104,6 +104,9 @@ class ModelShape:
 
         refuse_config(config, where)
         refuse_class(config, where)
+        for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
+            if not isinstance(getattr(layer_configs(config)[0], key, None), int):
+                raise ConfigError(f"{where}: {config.model_type} has no single {key}, so it cannot be planned")
         text = max(layer_configs(config), key=_head_dim)  # layers may differ: planned are the widest heads
         for key in _AT_LEAST_ONE:
             if isinstance(size := getattr(text, key, None), int) and size < 1:
@@ -346,13 +349,18 @@ def _head_dim(text: Any) -> int:
 
 def _intermediate(text: Any) -> int:
     """Width of the feed-forward part that a token passes through: of all its experts together, if it has any."""
-    width = int(getattr(text, "intermediate_size", 0) or 4 * text.hidden_size)
+    width = _widest(getattr(text, "intermediate_size", 0)) or 4 * text.hidden_size
     chosen, of = _experts(text)
     if of == 1:
         return width
-    each = int(getattr(text, "moe_intermediate_size", 0) or width)
+    each = _widest(getattr(text, "moe_intermediate_size", 0)) or width
     shared = int(getattr(text, "shared_expert_intermediate_size", 0) or 0)
     return chosen * each + shared + each * int(getattr(text, "n_shared_experts", 0) or 0)
+
+
+def _widest(sizes: int | list[int] | None) -> int:
+    """Of a size that some families give for each layer or modality, the largest."""
+    return max(sizes, default=0) if isinstance(sizes, list | tuple) else int(sizes or 0)
 
 
 def _apart(config: Any, blocks: Mapping[str, int]) -> str:

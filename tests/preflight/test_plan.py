@@ -433,6 +433,17 @@ def test_models_that_do_not_train_are_not_planned(tmp_path: Path, changes: dict[
         ModelShape.of_directory(tmp_path)
 
 
+def test_sizes_of_layers_or_parts_are_planned_by_the_largest_and_others_are_one_error(tmp_path: Path):
+    """Gemma 3n has a width for each layer, BLT sizes for each of its four models."""
+    given = AutoConfig.for_model("gemma3n_text", num_hidden_layers=20)
+    given.intermediate_size = [512] * 10 + [1024] * 10
+    given.save_pretrained(tmp_path / "layers")
+    assert ModelShape.of_directory(tmp_path / "layers").intermediate == 1024
+    AutoConfig.for_model("blt").save_pretrained(tmp_path / "parts")
+    with pytest.raises(ConfigError, match="blt has no single num_hidden_layers, so it cannot be planned"):
+        ModelShape.of_directory(tmp_path / "parts")
+
+
 def test_a_nested_config_is_one_error(tmp_path: Path):
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(ConfigError, match="cannot be used: RecursionError"):
