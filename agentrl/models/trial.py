@@ -107,10 +107,10 @@ def tolerance(model: PreTrainedModel) -> float:
 
 
 def boundaries(config: PretrainedConfig) -> dict[str, int]:
-    """Return every config setting, by key, that takes effect only beyond `NEAR` tokens."""
+    """Return every config setting of the text model, by key, that takes effect only beyond `NEAR` tokens."""
     return {
         key: value
-        for section in config_sections(config)
+        for section in config_sections(config.get_text_config())
         for key, value in _numbers(section)
         if _BOUNDARY.search(key) and not _COUNT.search(key) and value > NEAR
     }
@@ -126,7 +126,7 @@ _COUNT = re.compile(r"^(num|n|max)_|layers|_layer")
 def with_near_boundaries(model: PreTrainedModel) -> PreTrainedModel:
     """Return the same model, sharing weights, with every boundary of its config set to `NEAR` tokens."""
     config = copy.deepcopy(model.config)
-    for section in config_sections(config):
+    for section in config_sections(config.get_text_config()):
         _bring_near(section)
     return _twin(model, config)
 

@@ -29,6 +29,8 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+    "rotary_dim": 8,
+    "num_heads": 8,
     "num_experts": 4,
     "n_routed_experts": 4,
     "num_local_experts": 4,
@@ -63,7 +65,7 @@ SMALL: dict[str, Any] = {
     "attn_layer_indices": [1],
     "hybrid_layer_ids": [1],
 }
-"""Sizes of a tiny model; of an architecture only those that its configuration has are set."""
+"""Sizes of a tiny model; of an architecture only those that its configuration has larger are set."""
 SMALL_TOWER: dict[str, Any] = {
     **dict.fromkeys(("depth", "num_hidden_layers"), 1),
     **dict.fromkeys(("num_heads", "num_attention_heads"), 2),
@@ -221,7 +223,7 @@ def make_smoke_model(target: Path, source: Path, corpus: Iterable[str], *, seed:
         ConfigError: transformers has no such architecture, or it cannot be made small.
     """
     import torch
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
     from agentrl.models.model_config import NO_MODEL, any_config, auto_class, one_line, reads_images, refuse_class
     from agentrl.models.tiny import make_tokenizer
@@ -245,45 +247,55 @@ def make_smoke_model(target: Path, source: Path, corpus: Iterable[str], *, seed:
         for part in (text, shape):
             part.eos_token_id, part.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
         if reads_images(shape):
-            _shrink_tower(shape.vision_config)
+            for part in (each for each in vars(shape).values() if isinstance(each, PretrainedConfig)):
+                if part is not text:
+                    _shrink_tower(part)
         else:
             shape = text
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = auto_class(shape).from_config(shape, dtype=torch.float32, trust_remote_code=False)
+        model.save_pretrained(target)
     except NO_MODEL as e:
         raise ConfigError(
             f"model.path {source}: a tiny model of its architecture cannot be made: {one_line(e)}"
         ) from e
-    model.save_pretrained(target)
 
 
 def _shrink(shape: PretrainedConfig, vocabulary: int) -> None:
     if getattr(shape, "is_heterogeneous", False):
         shape.per_layer_config = {}  # Gemma 4 has larger heads in some layers
-    layers = shape.num_hidden_layers
-    for key, value in list(vars(shape).items()):
-        if key == "layer_types" or (isinstance(value, list) and len(value) == layers):
-            few = _some_of_each(value, SMALL["num_hidden_layers"]) if value else value
-            setattr(shape, key, [SMALL[key]] * len(few) if key in SMALL else few)
-    for key, value in SMALL.items():
-        derived = isinstance(getattr(type(shape), key, None), property)
-        if not derived and isinstance(getattr(shape, key, None), type(value)):
-            setattr(shape, key, value)
+    _make_small(shape, SMALL)
     if isinstance(getattr(shape, "kv_lora_rank", None), int):  # latent attention: a key for each query
         shape.num_key_value_heads, shape.head_dim = shape.num_attention_heads, shape.qk_rope_head_dim
     if isinstance(rope := getattr(shape, "rope_parameters", None), dict) and "mrope_section" in rope:
-        pairs = SMALL["head_dim"] // 2
+        part = rope.get("partial_rotary_factor", getattr(shape, "partial_rotary_factor", 1.0))
+        width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+        pairs = int(width * part) // 2
         rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
-    shape.vocab_size, shape.bos_token_id, shape.dtype = vocabulary, None, "float32"
+    shape.vocab_size, shape.bos_token_id, shape.dtype = vocabulary, 0, "float32"
     if hasattr(shape, "vocab_size_per_layer_input"):
         shape.vocab_size_per_layer_input = vocabulary
 
 
 def _shrink_tower(shape: PretrainedConfig) -> None:
-    for key, value in SMALL_TOWER.items():
-        if isinstance(getattr(shape, key, None), type(value)):
-            setattr(shape, key, value)
+    _make_small(shape, SMALL_TOWER)
+
+
+def _make_small(shape: PretrainedConfig, sizes: dict[str, Any]) -> None:
+    """Set these sizes where they are larger, and keep some layers of each kind."""
+    layers, few = getattr(shape, "num_hidden_layers", None), sizes["num_hidden_layers"]
+    for key, value in list(vars(shape).items()):
+        if isinstance(value, list) and value and (key == "layer_types" or len(value) == layers):
+            setattr(
+                shape, key, [sizes[key]] * few if isinstance(sizes.get(key), int) else _some_of_each(value, few)
+            )
+    for key, size in sizes.items():
+        found = getattr(shape, key, None)
+        if isinstance(getattr(type(shape), key, None), property) or not isinstance(found, type(size)):
+            continue
+        if not isinstance(size, int) or found > size:
+            setattr(shape, key, size)
 
 
 def _some_of_each(kinds: Sequence[Any], count: int) -> list[Any]:

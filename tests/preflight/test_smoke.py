@@ -160,6 +160,10 @@ def test_envs_that_have_their_own_evaluation_are_made_small(tmp_path: Path):
         ("laguna", {}),  # a number of heads for each layer
         ("longcat_flash", {}),  # two layers in one
         ("zamba2", {}),
+        ("aria", {}),  # a table of numbers among the settings of its tower
+        ("got_ocr2", {}),  # a tower with a window, which no text reaches
+        ("mllama", {}),  # ids that must be given
+        ("gptj", {}),  # rotations of a part of each head
     ],
 )
 def test_layers_that_differ_are_made_small_each(tmp_path: Path, family: str, settings: dict[str, int]):
@@ -168,9 +172,29 @@ def test_layers_that_differ_are_made_small_each(tmp_path: Path, family: str, set
     make_smoke_model(tmp_path / "small", tmp_path, ["some text for the tokenizer"])
     assert (tmp_path / "small/model.safetensors").stat().st_size < 20_000_000
     policy = load_policy(tmp_path / "small", torch.device("cpu"))
-    assert policy.config.num_hidden_layers in (2, 4)
-    kinds = set(getattr(given, "layer_types", None) or ())
-    assert set(getattr(policy.config, "layer_types", None) or ()) == kinds
+    assert policy.config.get_text_config().num_hidden_layers in (2, 4)
+    kinds = set(getattr(given.get_text_config(), "layer_types", None) or ())
+    assert set(getattr(policy.config.get_text_config(), "layer_types", None) or ()) == kinds
+
+
+def test_what_a_model_lacks_or_has_smaller_stays(tmp_path: Path):
+    """Without experts, without inputs per layer, with a single head of keys and values."""
+    for family, key, value in [
+        ("qwen3_next", "num_experts", 0),
+        ("gemma4_text", "hidden_size_per_layer_input", 0),
+        ("llama", "num_key_value_heads", 1),
+    ]:
+        AutoConfig.for_model(family, **{key: value}).save_pretrained(tmp_path / family)
+        make_smoke_model(tmp_path / "small", tmp_path / family, ["some text"])
+        assert json.loads((tmp_path / "small/config.json").read_text())[key] == value
+
+
+def test_rotations_of_images_fit_heads_that_rotate_in_part(tmp_path: Path):
+    """As in the published GLM-4.5V: half of each head, of which 8, 12 and 12 pairs belong to an axis."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
+    AutoConfig.for_model("glm4v_moe", text_config={"rope_parameters": rope}).save_pretrained(tmp_path)
+    make_smoke_model(tmp_path / "small", tmp_path, ["some text"])
+    load_policy(tmp_path / "small", torch.device("cpu"))
 
 
 def test_what_cannot_be_trained_or_made_is_one_error(tmp_path: Path):
