@@ -111,9 +111,7 @@ def test_wandb_offline_goes_on_under_the_same_id(tmp_path: Path) -> None:
     id = (folder / "id").read_text()
     files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
     assert [file.name for file in files] == [f"run-{id}.wandb"] * 2
-    read = [sys.executable, str(Path(__file__).parent / "wandb_file.py"), *map(str, files)]
-    out = subprocess.run(read, capture_output=True, text=True, check=True, timeout=120).stdout
-    lines = [json.loads(line) for line in out.splitlines()]
+    lines = wandb_lines(folder)
     runs = [line for line in lines if "run" in line]
     assert {(line["run"], line["project"]) for line in runs} == {(id, "tools")}
     assert runs[0]["config"]["model"] == {"path": "größe"}
@@ -125,6 +123,48 @@ def test_wandb_offline_goes_on_under_the_same_id(tmp_path: Path) -> None:
     assert {"reward/größe 🎯@2", "held_out"} <= set(rows[0])
     assert "drift/chi2" not in rows[0]
     assert sum(any(name.startswith("episodes_table") for name in row) for row in rows) >= 3
+
+
+def wandb_lines(folder: Path) -> list[dict[str, Any]]:
+    """What the offline files of that folder hold."""
+    files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
+    read = [sys.executable, str(Path(__file__).parent / "wandb_file.py"), *map(str, files)]
+    out = subprocess.run(read, capture_output=True, text=True, check=True, timeout=120).stdout
+    return [json.loads(line) for line in out.splitlines()]
+
+
+TWO_RUNS = """
+import sys, wandb
+from pathlib import Path
+from agentrl.config.loggers import LoggerConfig
+from agentrl.reporting.loggers.log_feed import LogFeed
+from agentrl.reporting.loggers.make import make_loggers
+from agentrl.reporting.loggers.protocol import RunInfo
+
+notes, folder = [], Path(sys.argv[1])
+before = wandb.init(project="before", mode="offline", dir=str(folder), settings=wandb.Settings(silent=True))
+config = LoggerConfig(use="wandb", mode="offline")
+feeds = [LogFeed(make_loggers([config]), notes.append) for _ in range(2)]
+for n, feed in enumerate(feeds):
+    feed.start(RunInfo(f"run-{n}", folder / str(n), {}))
+    feed.metrics(1, {"reward": float(n)})
+for feed in feeds:
+    feed.finish({"steps": 1})
+before.log({"reward": 7.0})
+before.finish()
+assert notes == [], notes
+"""
+
+
+def test_wandb_runs_of_one_process_stay_apart(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    subprocess.run([sys.executable, "-c", TWO_RUNS, str(tmp_path)], check=True, timeout=120)
+    places = [tmp_path / "0" / "wandb", tmp_path / "1" / "wandb", tmp_path]
+    assert [[line["row"]["reward"] for line in wandb_lines(place) if "row" in line] for place in places] == [
+        [0.0],
+        [1.0],
+        [7.0],
+    ]
 
 
 def start(folder: Path, logger: str, config: dict[str, Any], *words: str, **settings: Any) -> list[Any]:

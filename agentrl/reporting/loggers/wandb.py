@@ -35,6 +35,7 @@ class Wandb:
             mode=self._mode,
             id=id,
             resume="allow",
+            reinit="create_new",  # else W&B returns a run that this process already has open
             name=run.name,
             dir=str(run.folder),
             config=dict(run.config),
