@@ -40,8 +40,17 @@ def require(extra: str, what: str) -> None:
         ConfigError: one is missing.
     """
     for module in EXTRAS[extra]:
-        if importlib.util.find_spec(module) is None:
+        if not installed(module):
             raise ConfigError(_text(what, module, extra))
+
+
+def installed(module: str) -> bool:
+    """Whether a top-level package is installed, without importing it.
+
+    A folder of that name where Python was started, such as the `wandb` that W&B writes to, is no package.
+    """
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 import json
 import sys
@@ -28,6 +27,7 @@ from agentrl.env.toolenv.json_schema import shorten
 from agentrl.env.toolenv.jsonschema import check_arguments
 from agentrl.env.toolenv.observe import plain_text
 from agentrl.errors import ConfigError
+from agentrl.extras import installed
 from agentrl.importing import load_object
 from agentrl.types import Episode, Image, Message, Segment, Task
 
@@ -106,7 +106,7 @@ _lock = threading.Lock()
 def verl_names() -> Iterator[None]:
     """Provide `verl.tools.base_tool` and `verl.tools.schemas` during an import, unless verl is installed."""
     with _lock:
-        if importlib.util.find_spec("verl") is not None:
+        if installed("verl"):
             yield
             return
         contents: dict[str, dict[str, object]] = {

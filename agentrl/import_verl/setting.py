@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any
 
 from agentrl.config.datafiles import data_files
 from agentrl.config.loggers import LOGGERS
 from agentrl.env.rows import count_rows
 from agentrl.errors import ConfigError
+from agentrl.extras import installed
 from agentrl.import_verl.compute import import_compute
 from agentrl.import_verl.found import Imported
 from agentrl.import_verl.keys import MODEL, ROLLOUT
@@ -278,7 +278,7 @@ def _tools(found: Imported) -> list[dict[str, Any]]:
             )
     found.say(key, "taken", f"env.options.tools ({len(tools)} tools, one instance an episode)")
     for name in {str(tool["class_name"]) for tool in tools}:
-        if name.startswith("verl.") and find_spec("verl") is None:
+        if name.startswith("verl.") and not installed("verl"):
             found.hint(
                 f"{key}.class_name",
                 f"{name} is verl's own class: install verl, or give a copy of it as path/to/file.py:Name",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from agentrl.config.loggers import LoggerConfig
 from agentrl.config.run import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.extras import installed
 from agentrl.reporting.loggers.make import make_loggers
 from agentrl.reporting.metric_docs import describe
 from tests.trainer.test_run import Notes, Told, buttons, run
@@ -139,6 +141,16 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("agentrl.extras.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"loggers: wandb needs wandb.*agentrl-train\[wandb\]"):
         make_loggers([LoggerConfig(use="wandb")])
+
+
+def test_a_folder_with_the_name_of_a_package_is_not_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hollow").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert find_spec("hollow") is not None
+    assert not installed("hollow")
+    assert installed("json")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from agentrl.engine.servers.replica_pool import Host
 from agentrl.engine.servers.server_engine import ServedEngine, ServedLimits
 from agentrl.engine.servers.weight_sync import AdapterSync, BroadcastSync, DiskSync, TensorSync, WeightSync
 from agentrl.errors import ConfigError
+from agentrl.extras import installed
 from agentrl.models.device import pick_device
 from agentrl.models.folder import check_model_folder
 from agentrl.scratch import ScratchFolder
@@ -123,7 +123,7 @@ def _python(config: EngineConfig) -> str:
     """Return the Python that has the server installed. Raises ConfigError if it is this one and has none."""
     if config.server.python is not None:
         return config.server.python
-    if importlib.util.find_spec(config.kind) is None:
+    if not installed(config.kind):
         raise ConfigError(
             f"engine.kind is {config.kind}, which is not installed here: set engine.server.python to the Python "
             f"of an environment that has it, or engine.server.urls to running servers, or `pip install "
