@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from agentrl.reporting.loggers.mlflow import Mlflow
+from agentrl.reporting.loggers.protocol import RunInfo
+
 ROOT = Path(__file__).parent.parent.parent
 TRACKIO = ROOT / ".venv" / "trackio" / "bin" / "python"
 FEED = Path(__file__).parent / "feeding.py"
@@ -213,6 +216,31 @@ def test_a_wandb_server_that_is_down_does_not_hold_up_the_end_of_the_process(tmp
     note, seconds = start(tmp_path, "wandb", {}, "down", mode="online")
     assert note == "logger wandb did not finish within 5 s; the run ends without it"
     assert seconds < 60, "W&B's own hook waits for minutes"
+
+
+def test_mlflow_runs_that_start_at_once_share_the_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow.tracking import MlflowClient
+
+    look = MlflowClient.get_experiment_by_name
+    made: list[str] = []
+
+    def look_and_lose(client: Any, name: str) -> Any:
+        found = look(client, name)
+        if found is None:
+            made.append(client.create_experiment(name))  # another run is faster
+        return found
+
+    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", look_and_lose)
+    logger = Mlflow("tools", str(tmp_path / "store"))
+    logger.start(RunInfo("run", tmp_path / "logger", {}))
+    logger.metrics(1, {"reward": 1.0})
+    logger.finish({"steps": 1})
+    client = MlflowClient(tracking_uri=str(tmp_path / "store"))
+    assert [run.data.metrics for run in client.search_runs(made)] == [{"reward": 1.0}]
 
 
 def test_mlflow_takes_keys_that_have_the_same_name_there(tmp_path: Path) -> None:

@@ -33,9 +33,7 @@ class Mlflow:
         self._client = MlflowClient(tracking_uri=uri)
         id = run.recall("run_id")
         if id is None:
-            found = self._client.get_experiment_by_name(self._experiment)
-            experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
-            id = self._client.create_run(experiment, run_name=run.name).info.run_id
+            id = self._client.create_run(self._experiment_id(), run_name=run.name).info.run_id
             run.remember("run_id", id)
             named = {_name(key): str(value)[:500] for key, value in _flat(run.config)}  # two may have one name
             parameters = iter([Param(name, text) for name, text in named.items()])
@@ -45,6 +43,19 @@ class Mlflow:
         else:
             self._client.update_run(id, status="RUNNING")
         self._id = id
+
+    def _experiment_id(self) -> str:
+        from mlflow.exceptions import MlflowException
+
+        found = self._client.get_experiment_by_name(self._experiment)
+        if found is None:
+            try:
+                return str(self._client.create_experiment(self._experiment))
+            except MlflowException:  # runs that start together all find none, and one of them creates it
+                found = self._client.get_experiment_by_name(self._experiment)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """One request for each few hundred values."""
