@@ -36,7 +36,7 @@ class Scheduler:
         groups: plays the groups.
         admission: decides which groups start and when a batch is complete.
         version: returns the policy version of the next sampled token.
-        amend: final adjustment of a group's rewards before training.
+        amend: final adjustment of a complete group's rewards, before anything compares them.
         stall: reports steps that wait for a long time.
     """
 
@@ -93,8 +93,7 @@ class Scheduler:
             assert self._running, "nothing is played and no batch can be formed"
             await self._wait(asked)
         self._begin()
-        groups = tuple(map(self._amend, batch.groups)) if self._amend else batch.groups
-        return replace(batch, groups=groups, metrics=self._metrics(time.monotonic() - asked))
+        return replace(batch, metrics=self._metrics(time.monotonic() - asked))
 
     def _begin(self) -> None:
         for ticket in self.admission.admit(self._version()):
@@ -104,7 +103,8 @@ class Scheduler:
 
     async def _play(self, ticket: Ticket) -> None:
         try:
-            ticket.group = await self.groups.play(ticket.task, ticket.place.label, ticket.place.number)
+            group = await self.groups.play(ticket.task, ticket.place.label, ticket.place.number)
+            ticket.group = self._amend(group) if self._amend else group
         except Exception as e:  # raised when the loop requests a batch: the step in flight is not lost
             self._failure = self._failure or e
         self._changed.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -205,3 +206,21 @@ async def test_rewards_are_amended_once_and_before_the_loop_sees_them(renderer: 
         async for batch in scheduler.batches():
             assert amended == [f"t{i}" for i in range(2 * batch.step)]
             await engine.update_weights({}, version=batch.step)
+
+
+async def test_a_group_whose_amended_rewards_differ_has_a_signal_and_one_whose_do_not_is_replaced(
+    renderer: Renderer,
+):
+    """As with `overlong: penalise` and `refill_zero_signal`."""
+    scheduler, engine = make(renderer, Stage(), refill=2)
+
+    def amend(group: Any) -> Any:  # raw rewards are 1 and 0; only t0's still differ
+        even = group.task.id in ("t1", "t2")
+        return replace(group, episodes=tuple(replace(e, reward=0.0) if even else e for e in group.episodes))
+
+    scheduler._amend = amend
+    async with scheduler:
+        batch = await anext(scheduler.batches())
+        await engine.update_weights({}, version=1)
+    assert [group.task.id for group in batch.groups] == ["t0", "t3"]
+    assert [[e.reward for e in group.episodes] for group in batch.aside] == [[0.0, 0.0], [0.0, 0.0]]
