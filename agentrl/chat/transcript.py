@@ -72,6 +72,15 @@ class Transcript:
         return tuple(self._segments)
 
     @property
+    def spent(self) -> int:
+        """Tokens of all branches of the episode, shared ones once."""
+        segments = self._segments
+        if len({segment.parent for segment in segments}) == len(segments):  # a single branch
+            return sum(len(segment.ids) for segment in segments)
+        first = _first_alike(segments)
+        return sum(len(segment.ids) for i, segment in enumerate(segments) if i == first[i])
+
+    @property
     def messages(self) -> tuple[Message, ...]:
         """All messages of the episode, across branches; `Segment.message` is an index into them."""
         return tuple(self._messages)

@@ -94,10 +94,6 @@ class Compaction:
             limit = min(limit, self.context - asked - self.max_tokens)
         return len(transcript.ids) > limit
 
-    def spent(self, transcript: Transcript) -> int:
-        """Tokens of all branches of the episode, shared ones once."""
-        return sum(len(segment.ids) for segment in transcript.segments)
-
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
@@ -127,7 +123,7 @@ async def compact(
         EngineError: the engine is lost.
         EnvError: the user's function raised, or did not return messages. Its InfraError is raised as it is.
     """
-    before, spent = len(transcript.ids), how.spent(transcript)
+    before, spent = len(transcript.ids), transcript.spent
     metrics: dict[str, float] = {}
     messages: Sequence[Message] | None
     if how.rewrite is not None:
@@ -138,7 +134,7 @@ async def compact(
     if messages is not None:
         measured.extend(messages)
     after = len(measured.ids)
-    left = sampling.max_tokens - (how.spent(transcript) - spent)
+    left = sampling.max_tokens - (transcript.spent - spent)
     if messages is None or after >= min(before, left):
         return Compacted(transcript, metrics | {IN_VAIN: 1.0})
     branch = transcript.fork(keep=0)
@@ -164,11 +160,16 @@ async def _shortened(
         head = transcript.context[: len(opening)]
         return [*head, *(m for n, turn in enumerate(turns) for m in (_dropped(turn) if n < kept else turn))]
     recent = turns[len(turns) - min(config.keep_turns, max(0, len(turns) - 1)) :]
-    branch = transcript.fork() if config.train else transcript.apart()
-    branch.extend([Message("user", config.prompt)], answers=0)
-    room = min(how.max_tokens, sampling.max_tokens, how.context - len(branch.ids))
+    request = Message("user", config.prompt)
+    branch = transcript.apart()
+    branch.extend([request], answers=0)
+    left = sampling.max_tokens - (branch.spent - transcript.spent if config.train else 0)
+    room = min(how.max_tokens, left, how.context - len(branch.ids))
     if not turns or room < 1:
         return None
+    if config.train:  # only what the policy reads joins the episode
+        branch = transcript.fork()
+        branch.extend([request], answers=0)
     completion = await engine.generate(branch.ids, replace(sampling, max_tokens=room), session=session)
     summary = _summary(branch, completion)
     metrics["compact/summary_tokens"] = float(len(completion.ids))

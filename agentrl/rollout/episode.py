@@ -126,7 +126,7 @@ async def _compacted(player: Player, episode: OpenEpisode, opening: Sequence[Mes
     assert transcript is not None
     if how is None or not how.due(transcript) or (how.asks and IN_VAIN in episode.metrics):
         return transcript
-    left = player.limits.token_budget - how.spent(transcript)
+    left = player.limits.token_budget - transcript.spent
     if left < 1:
         return transcript
     number = len(episode.turns)
@@ -142,10 +142,9 @@ async def _compacted(player: Player, episode: OpenEpisode, opening: Sequence[Mes
 
 def _room(player: Player, transcript: Transcript) -> tuple[int, StopReason]:
     """Tokens left for the next completion, and the stop reason if that many do not suffice."""
-    limits, how, used = player.limits, player.compaction, len(transcript.ids)
+    limits, how = player.limits, player.compaction
     context = player.engine.max_context if how is None else how.context
-    spent = used if how is None else how.spent(transcript)
-    by_context, by_budget = context - used, limits.token_budget - spent
+    by_context, by_budget = context - len(transcript.ids), limits.token_budget - transcript.spent
     room = min(limits.max_tokens, by_context, by_budget)
     if by_context <= max(room, 0):
         return room, StopReason.CONTEXT_FULL

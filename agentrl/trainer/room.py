@@ -11,13 +11,18 @@ from agentrl.config.run import RunConfig
 def too_long(config: RunConfig) -> str:
     """The error if an episode, which is never cut, may be larger than a micro-batch; else empty."""
     budget, room = longest_episode(config), config.learner.micro_batch_tokens
-    if min(budget, _context(config) or budget) <= room:
+    if (budget if branches(config) else min(budget, _context(config) or budget)) <= room:
         return ""
     return (
         f"an episode may have {budget:,} tokens (rollout.token_budget), a micro-batch takes {room:,} "
         "(learner.tokens_per_micro_batch x learner.sequence_ranks), and episodes are never cut: "
         f"{room_for(config, budget)}"
     )
+
+
+def branches(config: RunConfig) -> bool:
+    """Whether an episode may have several contexts, and so more tokens than one."""
+    return config.rollout.compact is not None or config.model.history == "fork"
 
 
 def longest_episode(config: RunConfig) -> int:

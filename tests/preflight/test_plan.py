@@ -304,6 +304,16 @@ def test_a_rule_speaks_where_it_should_and_not_elsewhere(tmp_path, code, name, s
     assert all(finding.fix and finding.text for finding in loud.findings)
 
 
+@pytest.mark.parametrize("several", [{"rollout": {"compact": {}}}, {"model": {"history": "fork"}}])
+def test_an_episode_with_several_contexts_is_bounded_by_its_budget_alone(tmp_path, several):
+    room, rollout = {"learner": {"tokens_per_micro_batch": 45_000}}, {"token_budget": 50_000}
+    one = run(tmp_path, rollout=rollout, **room)
+    changed = {key: getattr(one, key).model_dump(exclude_unset=True) | more for key, more in several.items()}
+    branching = RunConfig.model_validate(one.model_dump(exclude_unset=True) | changed)
+    assert {"PL02", "PL03"} & codes(make_plan(one, gpu=False)) == {"PL03"}
+    assert {"PL02", "PL03"} & codes(make_plan(branching, gpu=False)) == {"PL02"}
+
+
 def server(**more: Any) -> dict[str, Any]:
     return {"kind": "sglang", "dtype": "bfloat16", "max_slots": 1024, "server": more}
 

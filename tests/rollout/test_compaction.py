@@ -15,6 +15,7 @@ from agentrl.chat.transcript import rows_of
 from agentrl.config import RunConfig
 from agentrl.config.compact import CompactConfig
 from agentrl.errors import ConfigError, JudgeError
+from agentrl.learner.pack import packed_size
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.compaction import DROPPED, INTRODUCTION, Compaction
 from agentrl.rollout.episode import Player, TokenCheck, run_episode
@@ -236,6 +237,23 @@ async def test_own_function(renderer: Renderer, tmp_path: Path):
         else:
             assert found.stop_reason is StopReason.FAULT
             assert "must return a list of agentrl.types.Message" in found.faults["step"]
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("left", [5, 60, 130])
+async def test_a_summary_and_its_request_stay_within_the_budget(renderer: Renderer, train: bool, left: int):
+    _, engine = await play(renderer, reading([3], say(SUMMARY)))
+    budget = len(engine.asked[3]) + left  # a little more than the context before the first summary
+    request = "Summarize. " * 12
+    found, _ = await play(
+        renderer, reading([3], say(SUMMARY)), budget=budget, prompt=request, max_tokens=20, train=train
+    )
+    assert found.error is None
+    trained = max(stop for row in rows_of(found.segments) for _, _, stop in row.spans)
+    assert trained <= budget
+    assert packed_size(episode_samples(found)) <= budget
+    asked = [m for m in found.messages if m.content == request]
+    assert len(asked) == (train and left == 130), "what the policy was not asked is not in the episode"
 
 
 def settings(**rollout: Any) -> RunConfig:

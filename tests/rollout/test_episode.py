@@ -7,23 +7,28 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl.chat.template import Renderer
+from agentrl.chat.template import History, Renderer
 from agentrl.chat.transcript import Transcript, rows_of
 from agentrl.env import ToolEnv, reward, tool
 from agentrl.env.env import Env, StepInfo
 from agentrl.envs.calculator import Calculator
 from agentrl.errors import EngineError, InfraError, JudgeError, SandboxError
+from agentrl.learner.pack import packed_size
 from agentrl.rollout.episode import Player, run_episode
 from agentrl.rollout.episode_metrics import episode_metrics
 from agentrl.rollout.limits import EpisodeLimits
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, calls, say
+from agentrl.trainer.samples import episode_samples
 from agentrl.types import Completion, Episode, Group, Message, Sampling, StopReason, Task
 from agentrl.view.episode_text import mistakes
+from tests.chat.test_check import DROPS_THINKING
+from tests.chat.test_forks import build
 
 CHAIN = Task("chain", {"start": 2, "operations": [["+", 3], ["*", 4]]})
 PLAIN = Task("plain")
@@ -78,6 +83,19 @@ class Scene(Env):
     async def close(self) -> None:
         self.closed += 1
         await self._part("close")
+
+
+@pytest.mark.parametrize("history", ["keep", "fork"])
+async def test_the_budget_counts_all_contexts_of_an_episode(tmp_path: Path, history: History):
+    """A template that drops earlier thinking makes contexts shorter, and episodes longer than each of them."""
+    renderer = build(tmp_path, DROPS_THINKING, history)
+    thinking = "<think>\n" + "well " * 30 + "\n</think>\n\nhi"
+    player = make_player(renderer, Scene, [thinking] * 20, token_budget=600, max_turns=20)
+    episode = await run_episode(player, PLAIN, episode_id="e", seed=0)
+    assert episode.stop_reason is StopReason.TOKEN_BUDGET
+    rows = episode_samples(episode)
+    assert (len(rows) > 1) == (history == "fork")
+    assert 500 < packed_size(rows) <= 600
 
 
 class TestAWholeEpisode:

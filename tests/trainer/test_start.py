@@ -9,6 +9,7 @@ from typing import ClassVar, cast
 import pytest
 from transformers import AutoConfig
 
+from agentrl.config.compact import CompactConfig
 from agentrl.config.run import LearnerConfig, ModelConfig, RunConfig
 from agentrl.env import ToolEnv, reward
 from agentrl.errors import ConfigError
@@ -100,7 +101,12 @@ def test_an_episode_that_may_be_larger_than_a_micro_batch_is_refused_before_anyt
     assert not (tmp_path / "run" / "start").exists()
     assert too_long(config("drop")) == ""
     (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 190}}')
-    assert too_long(small.model_copy(update={"model": ModelConfig(path=str(tmp_path))})) == ""
+    short = ModelConfig(path=str(tmp_path))
+    assert too_long(small.model_copy(update={"model": short})) == ""
+    forked = short.model_copy(update={"history": "fork"})
+    compact = small.rollout.model_copy(update={"compact": CompactConfig()})
+    for several in ({"model": forked}, {"model": short, "rollout": compact}):  # contexts, each of 190 tokens
+        assert "may have 200 tokens" in too_long(small.model_copy(update=several))
 
 
 async def test_a_demonstration_that_is_larger_than_a_micro_batch_is_refused_before_the_learner_is_made(
