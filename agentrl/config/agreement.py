@@ -26,6 +26,7 @@ def check_sections(config: RunConfig) -> None:
     _check_hints(config)
     _check_agent(config)
     _check_observed(config)
+    _check_compact(config)
     for name, view in config.by_env.items():
         try:
             view.algorithm.refuse_dead_keys()  # its advantage may be another than the run's
@@ -326,6 +327,22 @@ def _check_observed(config: RunConfig) -> None:
             "algorithm.observation_coef has no effect with rollout.max_turns 1: the policy reads no answer of the "
             "env; raise rollout.max_turns, or remove it"
         )
+
+
+def _check_compact(config: RunConfig) -> None:
+    """A context is made shorter between two turns, by what the earlier ones hold."""
+    compact, most = config.rollout.compact, max(view.rollout.max_turns for view in config.by_env.values())
+    if compact is None or compact.use is not None:
+        return
+    drops = compact.how == "drop_tool_results"
+    least = compact.keep_turns + 2 if drops else 2
+    if most >= least:
+        return
+    kept = f" and rollout.compact.keep_turns {compact.keep_turns}" if drops else ""
+    raise ValueError(
+        f"rollout.compact has no effect with rollout.max_turns {most}{kept}: there is no earlier turn to shorten; "
+        f"{'keep fewer turns, ' if drops else ''}raise rollout.max_turns, or remove compact"
+    )
 
 
 def _check_group_size(config: RunConfig, env: str = "") -> None:

@@ -68,10 +68,17 @@ class Compaction:
                 f"rollout.token_budget ends the episode at {rollout.token_budget}, over all branches; raise "
                 "token_budget (and learner.tokens_per_micro_batch), or lower rollout.compact.context"
             )
+        max_tokens = compact.max_tokens or rollout.max_tokens
+        if compact.use is None and compact.how == "summary" and max_tokens >= context:
+            raise ConfigError(
+                f"rollout.compact: a summary may have {max_tokens} tokens "
+                f"(rollout.{'compact.' if compact.max_tokens else ''}max_tokens), which do not fit into a context "
+                f"of {context}: set rollout.compact.max_tokens below that"
+            )
         rewrite = None if compact.use is None else load_object(compact.use)
         if rewrite is not None and not callable(rewrite):
             raise ConfigError(f"rollout.compact.use {compact.use!r}: is not a function; write `def f(messages)`")
-        return cls(compact, context, compact.max_tokens or rollout.max_tokens, rewrite)
+        return cls(compact, context, max_tokens, rewrite)
 
     @property
     def asks(self) -> bool:
@@ -152,20 +159,20 @@ async def _shortened(
     session: str,
     metrics: dict[str, float],
 ) -> Sequence[Message] | None:
-    """The messages of the new branch; None if there is no room for a summary, or nothing to leave out."""
+    """The messages of the new branch, after at least one turn; None if there is no room for a summary."""
     turns = _turns(transcript.context[len(opening) :])
     config = how.config
     if config.how == "drop_tool_results":
         kept = len(turns) - config.keep_turns
         head = transcript.context[: len(opening)]
         return [*head, *(m for n, turn in enumerate(turns) for m in (_dropped(turn) if n < kept else turn))]
-    recent = turns[len(turns) - min(config.keep_turns, max(0, len(turns) - 1)) :]
+    recent = turns[len(turns) - min(config.keep_turns, len(turns) - 1) :]
     request = Message("user", config.prompt)
     branch = transcript.apart()
     branch.extend([request], answers=0)
     left = sampling.max_tokens - (branch.spent - transcript.spent if config.train else 0)
     room = min(how.max_tokens, left, how.context - len(branch.ids))
-    if not turns or room < 1:
+    if room < 1:
         return None
     if config.train:  # only what the policy reads joins the episode
         branch = transcript.fork()

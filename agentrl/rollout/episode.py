@@ -124,7 +124,9 @@ async def _compacted(player: Player, episode: OpenEpisode, opening: Sequence[Mes
     """The transcript, or a shorter branch of it if its context is full and the run makes contexts shorter."""
     how, transcript = player.compaction, episode.transcript
     assert transcript is not None
-    if how is None or not how.due(transcript) or (how.asks and IN_VAIN in episode.metrics):
+    if how is None or not how.due(transcript):
+        return transcript
+    if how.asks and (not episode.turns or IN_VAIN in episode.metrics):  # nothing to sum up, or nothing gained
         return transcript
     left = player.limits.token_budget - transcript.spent
     if left < 1:

@@ -256,6 +256,17 @@ async def test_a_summary_and_its_request_stay_within_the_budget(renderer: Render
     assert len(asked) == (train and left == 130), "what the policy was not asked is not in the episode"
 
 
+async def test_an_opening_that_is_due_already_waits_for_a_turn_to_sum_up(renderer: Renderer):
+    _, engine = await play(renderer, reading([3], say(SUMMARY)))
+    opening = len(engine.asked[0])
+    found, engine = await play(
+        renderer, reading([1], say("a")), context=opening + 200, max_tokens=180, at=0.95, keep_turns=0
+    )
+    assert len(engine.asked[0]) == opening, "no summary before the first turn"
+    assert found.metrics["compact/times"] >= 1.0
+    assert found.turns[1].message.tool_calls[0].arguments == {"page": 1}
+
+
 def settings(**rollout: Any) -> RunConfig:
     env = {"use": "agentrl.envs.calculator:Calculator"}
     return RunConfig.model_validate({"name": "r", "env": env, "model": {"path": "."}, "rollout": rollout})
@@ -268,6 +279,11 @@ def settings(**rollout: Any) -> RunConfig:
         ({"compact": {"at": 0.5, "context": 100, "max_tokens": 100}}, "does not fit into context"),
         ({"compact": {"how": "drop_tool_results", "train": False}}, "train"),
         ({"compact": {"use": "a:b", "keep_turns": 2}}, "keep_turns"),
+        ({"compact": {}, "max_turns": 1}, r"compact has no effect with rollout\.max_turns 1:"),
+        (
+            {"compact": {"how": "drop_tool_results"}, "max_turns": 5},
+            r"no effect with rollout\.max_turns 5 and rollout\.compact\.keep_turns 4",
+        ),
     ],
 )
 def test_settings_without_sense_are_refused(rollout: dict[str, Any], text: str):
@@ -281,6 +297,11 @@ def test_settings_that_cannot_have_an_effect_are_refused(renderer: Renderer):
         Compaction.of(settings(compact={}, token_budget=530), engine)
     with pytest.raises(ConfigError, match="context is 2000, more than the 1000 tokens"):
         Compaction.of(settings(compact={"context": 2000}), engine)
+    for compact, longest in (({"context": 200}, 256), ({"max_tokens": 1000}, 1000)):
+        with pytest.raises(ConfigError, match=f"a summary may have {longest} tokens .* do not fit into a context"):
+            Compaction.of(settings(compact=compact), engine)
+    settings(compact={"how": "drop_tool_results"}, max_turns=6)
+    settings(compact={"use": "a:b"}, max_turns=1)
     assert Compaction.of(settings(), engine) is None
     made = Compaction.of(settings(compact={}), engine)
     assert made is not None
