@@ -211,6 +211,7 @@ class Turn:
 
     `rewards` are the parts of `reward` that have a name, weights included. `start_s` is when the completion was
     requested, in seconds from the start of the episode; 0 where that is not known.
+    `place` is the index of `message` among the episode's messages; None where that is not known.
     `branch` says why an agent's turn begins a branch: `sub_agent`, `opening`, `repeat`, `rewind`, or how the
     history differed.
     """
@@ -226,6 +227,7 @@ class Turn:
     rewards: Mapping[str, float] = field(default_factory=dict)
     start_s: float = 0.0
     branch: str | None = None
+    place: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

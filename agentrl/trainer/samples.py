@@ -199,15 +199,14 @@ def segment_turns(episode: Episode) -> dict[int, int]:
     A turn's segment is found by its message. A branch (`self.model`) belongs to the turn that was sampled before
     it was called, the first turn if it was called in `setup`.
     """
-    number_of = {id(turn.message): number for number, turn in enumerate(episode.turns)}
-    recorded = not any(id(message) in number_of for message in episode.messages)  # copies, read from a file
+    number_of = {turn.place: number for number, turn in enumerate(episode.turns)}
     found, current, following = {}, 0, 0
     for i, segment in enumerate(episode.segments):
         if segment.origin != "sampled":
             continue
         message = None if segment.message is None else episode.messages[segment.message]
-        if not recorded:
-            current = number_of.get(id(message), current)
+        if None not in number_of:
+            current = number_of.get(segment.message, current)
         elif following < len(episode.turns) and _is_of(episode.turns[following], segment, message):
             current, following = following, following + 1
         found[i] = current

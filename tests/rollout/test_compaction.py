@@ -20,9 +20,10 @@ from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.compaction import DROPPED, INTRODUCTION, Compaction
 from agentrl.rollout.episode import Player, TokenCheck, run_episode
 from agentrl.rollout.limits import EpisodeLimits
+from agentrl.run_folder.records import EpisodeRecord, decode, encode
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
-from agentrl.trainer.samples import episode_samples
+from agentrl.trainer.samples import episode_samples, segment_turns
 from agentrl.types import Completion, Episode, Message, Sampling, StopReason, Task
 
 SUMMARY = "pages 0 and 1 say 7"
@@ -129,6 +130,15 @@ async def test_a_summary_replaces_the_turns_before_it(renderer: Renderer):
     assert sum(map(sum, (row.loss_mask for row in rows))) == sum(
         len(s.ids) for s in found.segments if s.origin == "sampled"
     )
+
+
+async def test_a_summary_that_says_what_the_next_turn_says_is_not_taken_for_it(renderer: Renderer):
+    found, _ = await play(renderer, reading([3], say("28"), pages=3))
+    sampled = [i for i, segment in enumerate(found.segments) if segment.origin == "sampled"]
+    assert found.metrics["compact/times"] == 1.0
+    read = decode(encode(EpisodeRecord(1, 0, found))).episode
+    assert list(segment_turns(read)) == sampled
+    assert list(segment_turns(read).values()) == [0, 1, 2, 2, 3]
 
 
 @pytest.mark.parametrize("how", ["summary", "untrained", "in vain", "drop_tool_results"])

@@ -270,7 +270,9 @@ class TestTurnLevel:
         said = [Message("assistant", "a"), Message("assistant", "b")]
         again = Segment((3,), "observation", 1, 2)
         last = Segment((8, 9), "sampled", 2, 3, (-0.4, -0.5), (5, 5))
-        turns = tuple(Turn(m, (), r, "stop", 2, 0.1, 0.2) for m, r in zip(said, (first, 0.0), strict=True))
+        turns = tuple(
+            Turn(m, (), r, "stop", n, 0.1, 0.2) for m, r, n in zip(said, (first, 0.0), (3, 2), strict=True)
+        )
         messages = (Message("user", "u"), said[0], Message("tool", "t"), said[1])
         return Episode(
             name, Task("t"), messages, turns, (PROMPT, ANSWER, again, last), StopReason.ANSWERED, first + end
@@ -304,7 +306,10 @@ class TestTurnLevel:
         moved = replace(branch[1], message=4)
         last = Segment((8, 9), "sampled", 4, 5, (-0.4, -0.5), (5, 5))
         whole = replace(episode, messages=messages, segments=(*segments[:3], moved, segments[4], last))
-        assert segment_turns(whole) == {1: 0, 3: 0, 5: 1}
+        assert segment_turns(whole) == {1: 0, 3: 0, 5: 1}, "by what was said, as in earlier records"
+        same = (*messages[:4], messages[5], messages[5])  # the branch says what the next turn says
+        places = tuple(replace(turn, place=place) for turn, place in zip(whole.turns, (1, 5), strict=True))
+        assert segment_turns(replace(whole, messages=same, turns=places)) == {1: 0, 3: 0, 5: 1}
 
 
 class TestMetrics:
