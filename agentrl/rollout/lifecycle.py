@@ -351,6 +351,7 @@ async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -
         TimeoutError: it ran past the limit of the episode, whatever it made of its cancellation.
     """
     began = time.monotonic()
+    episode.turns.append(turn)  # it trains, also if the env never answers
     try:
         observed, reward, terminated, truncated, info = _answer(await no_exit(env.step(turn.message)))
     except Exception as e:
@@ -358,11 +359,11 @@ async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -
         cause = raised(e)
         if not isinstance(cause, AgentRLError) and is_ours(env, "step"):
             raise
-        if not isinstance(cause, AgentRLError) or isinstance(cause, SandboxBroken | EnvError):
-            episode.turns.append(replace(turn, env_seconds=time.monotonic() - began))  # it trains
         if isinstance(cause, AgentRLError):
             raise cause from (None if cause is e else e)
         raise EnvError(f"{type(env).__name__}.step: {error_text(cause)}\n{traceback_of(cause)}") from e
+    finally:
+        turn = episode.turns[-1] = replace(turn, env_seconds=time.monotonic() - began)
     check_clock(episode.clock)
     observed = [clean_message(message) for message in observed]
     episode.faults.update(info.faults)
@@ -372,15 +373,12 @@ async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -
     if bad:
         said = f"{type(env).__name__}.step returned the {' and the '.join(bad[:2])}"
         episode.faults["step"] = f"{said}: not a finite number, at most {LARGEST:g}"
-    episode.turns.append(
-        replace(
-            turn,
-            observation=tuple(observed),
-            reward=number or 0.0,
-            env_seconds=time.monotonic() - began,
-            calls=tuple(replace(call, result=clean_text(call.result)) for call in info.calls),
-            rewards=_numbers(_clean_names(info.rewards)),
-        )
+    episode.turns[-1] = replace(
+        turn,
+        observation=tuple(observed),
+        reward=number or 0.0,
+        calls=tuple(replace(call, result=clean_text(call.result)) for call in info.calls),
+        rewards=_numbers(_clean_names(info.rewards)),
     )
     episode.count(metrics)
     if terminated or truncated:

@@ -334,7 +334,9 @@ async def test_an_env_that_catches_its_cancellation_gains_no_time(renderer: Rend
     plays = Player(ScriptedEngine(renderer, [say("good")]), renderer, Stubborn, limits, Sampling())
     (episode,) = (await GroupPlayer(plays, 1, 0, timeout_s=0.5).play(Task("t"), "s", 0)).episodes
     if method == "step":
-        assert (episode.stop_reason, episode.faults, episode.turns) == (StopReason.TIMEOUT, {}, ())
+        assert (episode.stop_reason, episode.faults) == (StopReason.TIMEOUT, {})
+        (late,) = episode.turns
+        assert (late.observation, late.reward, late.calls, late.rewards) == ((), 0.0, (), {})
     else:
         assert "took longer than 0.5 s" in episode.faults[method]
         assert ("rank" in episode.rewards) == (method == "score")

@@ -251,6 +251,29 @@ class TestWhyItStops:
         assert (episode.stop_reason, episode.error, len(episode.turns)) == (StopReason.TIMEOUT, None, 1)
         assert (episode.reward, scene.closed) == (1.5, 1)
 
+    @pytest.mark.parametrize("swallows", [False, True])
+    async def test_a_turn_that_the_env_never_answers_does_not_earn_what_the_one_before_did(
+        self, renderer: Renderer, swallows: bool
+    ):
+        class Hangs(Scene):
+            async def step(self, message: Message) -> Any:
+                try:
+                    await self._part("for ever" if message.content == "more" else "")
+                except asyncio.CancelledError:
+                    if not swallows:
+                        raise
+                return await super().step(message)
+
+        hangs = Hangs(reward=0.5, **{"for ever": "for ever"})
+        player = make_player(renderer, lambda: hangs, [say("hi"), say("more")], timeout_s=0.3)
+        episode = await run_episode(player, PLAIN, episode_id="e", seed=0)
+        assert (episode.stop_reason, episode.reward) == (StopReason.TIMEOUT, 1.5)
+        assert [(turn.message.content, turn.reward) for turn in episode.turns] == [("hi", 0.5), ("more", 0.0)]
+        (row,) = episode_samples(episode)
+        first = episode.turns[0].tokens
+        assert row.columns["turn"] == (0.0,) * first + (1.0,) * episode.turns[1].tokens
+        assert (row.columns["reward"][first - 1], row.columns["reward"][-1]) == (0.5, 1.0)
+
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "reset raises": ({"reset": KeyError("x")}, "InfraError: Scene.reset: KeyError: 'x'\nTraceback"),
