@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from agentrl.agents.program import Access, Agent, AgentCrashedError, AgentTask, 
 from agentrl.agents.recorder import EpisodeRecording, Recorder
 from agentrl.env.env import Env, PolicyAccess
 from agentrl.errors import EngineError, InfraError
-from agentrl.rollout.episode import TokenCheck
+from agentrl.rollout.episode import TokenCheck, checked
 from agentrl.rollout.lifecycle import (
     EpisodeStatus,
     OpenEpisode,
@@ -121,7 +121,7 @@ class AgentPlayer:
                 if not (episode.turns or recording.cut_off):
                     raise _without_completion(recording)
                 await score_env(env, episode, timeout_s)
-        return self._checked(episode.result(), recording)
+        return checked(self.token_check, episode.result(), recording.leaves())
 
     async def _run_agent(self, task: AgentTask, episode: OpenEpisode, recording: EpisodeRecording) -> str:
         """Run the program and read its turns from the recording; returns the program's return value.
@@ -153,13 +153,3 @@ class AgentPlayer:
         ended = StopReason.TERMINATED if last.message.tool_calls else StopReason.ANSWERED
         episode.stop = recording.stop or (StopReason.MAX_TOKENS if last.finish == "length" else ended)
         return outcome
-
-    def _checked(self, episode: Episode, recording: EpisodeRecording) -> Episode:
-        """The episode with the counts of the token check over all its branches."""
-        if self.token_check is None or episode.error is not None:
-            return episode
-        metrics = dict(episode.metrics)
-        for branch in recording.leaves():
-            for name, value in self.token_check.metrics(branch, episode.id).items():
-                metrics[name] = metrics.get(name, 0.0) + value
-        return replace(episode, metrics=metrics)

@@ -44,7 +44,7 @@ from agentrl.serve.endpoint import ApiEndpoint, ApiKeyGuard, Settings, keys_in, 
 from agentrl.serve.prometheus import Metrics
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
 from agentrl.serve.service import ChatService, Choice, Client, Emit, Gate, GenerationRequest, Job
-from agentrl.serve.turns import DriftKind, Matched
+from agentrl.serve.turns import DriftKind, Matched, Prompt
 from agentrl.serve.turns import ServedTurn as SessionTurn
 from agentrl.types import CallRecord, Completion, Message, Sampling, StopReason, Turn
 
@@ -110,6 +110,7 @@ class EpisodeRecording:
         self._counts: Counter[str] = Counter()
         self._sealed = False
         self._turns_left = asyncio.Event()
+        self._promised = 0  # tokens that completions in progress may add to the episode
         self._tools: dict[str, Mapping[str, Any]] = {}
 
     @property
@@ -168,6 +169,16 @@ class EpisodeRecording:
         for tool in ask.tools or self.offered:
             self._tools.setdefault(str(tool), tool)
 
+    def admit_prompt(self, prompt: Prompt) -> None:
+        """Reject a prompt that exhausts the token budget. Raises ApiError."""
+        if self._room(prompt) < 1:
+            self.stop = self.stop or StopReason.TOKEN_BUDGET
+            self._check_limits()
+
+    def _room(self, prompt: Prompt) -> int:
+        """Tokens that a completion may have: what all branches leave of the token budget."""
+        return self._limits.token_budget - prompt.branch.spent
+
     def _check_limits(self) -> None:
         self.check_open()
         if self.stop is None and self.num_turns >= self._limits.max_turns:
@@ -180,24 +191,30 @@ class EpisodeRecording:
             )
 
     @contextlib.asynccontextmanager
-    async def one_turn(self) -> AsyncIterator[None]:
-        """Sample during the block. Waits while the completions in progress may be the last ones of the episode, as
-        those that their clients abandon do not count.
+    async def one_turn(self, job: Job) -> AsyncIterator[None]:
+        """Sample during the block, at most what is left of the token budget. Waits while the completions in
+        progress may be the last ones of the episode, as those that their clients abandon do not count.
 
         Raises:
             ApiError: a limit is exhausted, or the episode is over.
         """
-        while not self._sealed and self.sampling and self._all_taken:
+        prompt = job.prompt
+        while not self._sealed and self.sampling and (self._all_taken or self._room(prompt) <= self._promised):
             self._turns_left.clear()
             await self._turns_left.wait()
+        self.admit_prompt(prompt)
         self._check_limits()
+        job.limit = min(job.limit, self._room(prompt) - self._promised)
+        promised = prompt.branch.spent - self.ledger.spent + job.limit
         task = asyncio.current_task()
         assert task is not None
         self.sampling.add(task)
+        self._promised += promised
         try:
             yield
         finally:
             self.sampling.discard(task)
+            self._promised -= promised
             self._turns_left.set()
 
     @property
@@ -384,7 +401,7 @@ class RecordedJob(Job):
         recording, key = self._recording, self._key
         recording.jobs.setdefault(key, self)
         try:
-            async with recording.one_turn():
+            async with recording.one_turn(self):
                 began = time.monotonic()
                 spoken = await super().run(emit)
                 recording.answered(key)
@@ -433,6 +450,7 @@ class RecordingService(ChatService):
             recording.admit(ask)
             try:
                 job = RecordedJob(await super().prepare(ask, client), recording, key)
+                recording.admit_prompt(job.prompt)
             except ApiError as e:
                 if e.code == "context_length_exceeded":
                     recording.stop = self.when_full

@@ -72,15 +72,6 @@ class Transcript:
         return tuple(self._segments)
 
     @property
-    def spent(self) -> int:
-        """Tokens of all branches of the episode, shared ones once."""
-        segments = self._segments
-        if len({segment.parent for segment in segments}) == len(segments):  # a single branch
-            return sum(len(segment.ids) for segment in segments)
-        first = _first_alike(segments)
-        return sum(len(segment.ids) for i, segment in enumerate(segments) if i == first[i])
-
-    @property
     def messages(self) -> tuple[Message, ...]:
         """All messages of the episode, across branches; `Segment.message` is an index into them."""
         return tuple(self._messages)
@@ -88,7 +79,21 @@ class Transcript:
     @property
     def branch(self) -> tuple[Segment, ...]:
         """The segments of this branch, root first."""
-        return tuple(self._segments[i] for i in _path(self._segments, self._node))
+        return tuple(self._segments[i] for i in path_of(self._segments, self._node))
+
+    @property
+    def spent(self) -> int:
+        """Tokens of this branch and of all branches of the episode that have a completion; where branches begin
+        alike, they count once."""
+        path = path_of(self._segments, self._node)
+        if len(path) == len(self._segments):  # a single branch, of maybe many turns
+            return len(self._ids)
+        counted = set(path)
+        for i in range(len(self._segments) - 1, -1, -1):  # parents come before their children
+            if self._segments[i].origin == "sampled" or i in counted:
+                counted |= {i, self._segments[i].parent}
+        first = _first_alike(self._segments)
+        return sum(len(self._segments[i].ids) for i in {first[i] for i in counted if i >= 0})
 
     @property
     def context(self) -> tuple[Message, ...]:
@@ -209,7 +214,7 @@ class Transcript:
         self._context.append(number)
         self._add(Segment(completion.ids, "sampled", self._node, number, completion.logprobs, completion.versions))
         if completion.routes is not None:
-            routed(self._segments, _path(self._segments, self._node), completion.routes)
+            routed(self._segments, path_of(self._segments, self._node), completion.routes)
         self._before = None
         return message
 
@@ -239,7 +244,7 @@ class Transcript:
             other._move(self._node, list(self._context))
             other._before, other._thinking = self._before, self._thinking
         elif keep > 0:
-            ends = [i for i in _path(self._segments, self._node) if self._segments[i].origin == "sampled"]
+            ends = [i for i in path_of(self._segments, self._node) if self._segments[i].origin == "sampled"]
             wanted = self._context[keep - 1] if keep <= len(self._context) else None
             node = next((i for i in ends if self._segments[i].message == wanted), None)
             if node is None:
@@ -289,7 +294,7 @@ class Transcript:
         new message, and so do the new messages unless `ids` end like `addition`."""
         before, message = self._before, new[0] if new else self._context[-1]
         node, at = -1, 0
-        for i in _path(self._segments, self._node):
+        for i in path_of(self._segments, self._node):
             end = at + len(self._segments[i].ids)
             if tuple(ids[at:end]) != self._segments[i].ids:
                 break
@@ -329,7 +334,7 @@ class Transcript:
     def _move(self, node: int, context: list[int]) -> None:
         self._node, self._context = node, context
         self._ids = GrowingIds()
-        for i in _path(self._segments, node):
+        for i in path_of(self._segments, node):
             self._ids.extend(self._segments[i].ids)
         self._before = None
 
@@ -349,7 +354,7 @@ def rows_of(segments: Sequence[Segment]) -> list[TrainingRow]:
     for leaf in range(len(segments)):
         if leaf in inner:
             continue
-        path = _path(segments, leaf)
+        path = path_of(segments, leaf)
         new = [i for i in path if segments[i].origin == "sampled" and segments[i].ids and i not in trained]
         if new:
             kept = path[: path.index(new[-1]) + 1]
@@ -370,7 +375,7 @@ def _first_alike(segments: Sequence[Segment]) -> list[int]:
     return first
 
 
-def _path(segments: Sequence[Segment], node: int) -> list[int]:
+def path_of(segments: Sequence[Segment], node: int) -> list[int]:
     """Return the indices of the segments from the root to `node`."""
     path = []
     while node >= 0:

@@ -26,13 +26,21 @@ class PolicyBranch:
         ledger: the episode's transcript; trained branches are added to its tree and trained with its advantage.
         sampling: sampling parameters; the call number is mixed into the seed.
         session: name of the episode's engine session.
+        token_budget: maximum tokens of the episode, of which trained branches are a part.
     """
 
     def __init__(
-        self, engine: Engine, renderer: Renderer, ledger: Transcript, sampling: Sampling, session: str
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        ledger: Transcript,
+        sampling: Sampling,
+        session: str,
+        token_budget: int,
     ) -> None:
         self._engine, self._renderer, self._ledger = engine, renderer, ledger
-        self._sampling, self._session = sampling, session
+        self._sampling, self._session, self._token_budget = sampling, session, token_budget
+        self._promised = 0  # tokens that trained calls in progress may add to the episode
         self._numbers = itertools.count()
         self._answered: list[
             tuple[Transcript, bool]
@@ -51,26 +59,47 @@ class PolicyBranch:
 
         Raises:
             EngineError: the engine is lost.
-            ValueError: the conversation leaves no room in the context, which the policy may have caused.
+            ValueError: the conversation leaves no room in the context, or a trained one in the token budget of the
+                episode; the policy may have caused it.
         """
         number = next(self._numbers)
         branch, known = self._branch(messages, tools, train)
         branch.extend(messages[known:])
-        room = min(self._sampling.max_tokens, self._engine.max_context - len(branch.ids))
-        if room < 1:
-            raise ValueError(f"self.model: {len(branch.ids)} tokens leave no room in {self._engine.max_context}")
+        room = self._room(branch, train)
+        promised = branch.spent - self._ledger.spent + room if train else 0
         seed = None if self._sampling.seed is None else self._sampling.seed + number
         sampling = replace(self._sampling, max_tokens=room, seed=seed)
         session = f"{self._session}/branch{number}"
+        self._promised += promised
         try:
             completion = await self._engine.generate(branch.ids, sampling, session=session)
         finally:
+            self._promised -= promised
             await self._engine.release(session)
         if completion.finish == "abort":
             raise EngineError("self.model: the engine aborted the completion")
         answer = branch.complete(completion)
         self._answered.append((branch, train))
         return answer
+
+    def trained(self) -> list[Transcript]:
+        """The trained conversations, without those that a later call continues."""
+        ours = [branch for branch, train in self._answered if train]
+        inner = {id(segment) for branch in ours for segment in branch.branch[:-1]}
+        return [branch for branch in ours if id(branch.branch[-1]) not in inner]
+
+    def _room(self, branch: Transcript, train: bool) -> int:
+        """Tokens of the next answer. Raises ValueError if there is no room for any."""
+        context, budget = self._engine.max_context, self._token_budget
+        if (by_context := context - len(branch.ids)) < 1:
+            raise ValueError(f"self.model: {len(branch.ids)} tokens leave no room in {context}")
+        room = min(self._sampling.max_tokens, by_context)
+        if train and (room := min(room, budget - branch.spent - self._promised)) < 1:
+            raise ValueError(
+                f"self.model: {branch.spent} tokens of all trained conversations of the episode leave no room "
+                f"in {budget} (rollout.token_budget)"
+            )
+        return room
 
     def _branch(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], train: bool

@@ -71,12 +71,13 @@ async def run_episode(
     engine, limits = player.engine, player.limits
     episode = OpenEpisode(task, status or EpisodeStatus(episode_id, task.id))
     release = partial(engine.release, episode_id)
+    ledger = Transcript(player.renderer)
+    model = _policy_branch(player, ledger, episode_id, seed)
     with attribution(episode):
         async with closing(player.make_env, episode, limits.timeout_s, release=release) as env:
             async with episode_clock(episode, limits.timeout_s, outage_s=lambda: engine.outage_s):
-                ledger = Transcript(player.renderer)
                 env.gives_hints = player.hints
-                env.bind(_policy_access(player, ledger, episode_id, seed))
+                env.bind(_policy_access(player.renderer, model))
                 opening = observed = await reset_env(env, episode)
                 transcript = episode.transcript = ledger.fork(keep=0, tools=env.tools)
                 while episode.stop is None:
@@ -97,15 +98,21 @@ async def run_episode(
                         break
                     observed = await step_env(env, turn, episode, limits.max_turns)
             await score_env(env, episode, limits.timeout_s)
-    return checked(player.token_check, episode.result(), episode.transcript)
+    transcripts = [*model.trained(), *filter(None, [episode.transcript])]
+    return checked(player.token_check, episode.result(), transcripts)
 
 
-def _policy_access(player: Player, ledger: Transcript, episode_id: str, seed: int) -> PolicyAccess:
+def _policy_branch(player: Player, ledger: Transcript, episode_id: str, seed: int) -> PolicyBranch:
+    """Separate conversations with the policy, for the env."""
+    limits = player.limits
+    sampling = replace(player.sampling, max_tokens=limits.max_tokens, seed=draw_seed(seed, "branch"))
+    return PolicyBranch(player.engine, player.renderer, ledger, sampling, episode_id, limits.token_budget)
+
+
+def _policy_access(renderer: Renderer, model: PolicyBranch) -> PolicyAccess:
     """The env's access to the policy: separate conversations and its tokenizer."""
-    sampling = replace(player.sampling, max_tokens=player.limits.max_tokens, seed=draw_seed(seed, "branch"))
-    renderer = player.renderer
     return PolicyAccess(
-        model=PolicyBranch(player.engine, renderer, ledger, sampling, episode_id),
+        model=model,
         count_tokens=lambda text: len(renderer.encode_text(text)),
         decode=renderer.vocabulary.decode_plain,
         reads_images=False,  # renderers accept text only
@@ -172,11 +179,12 @@ class TokenCheck:
         return found | ({} if trains else {"tokens/failed": 1.0})
 
 
-def checked(check: TokenCheck | None, episode: Episode, transcript: Transcript | None) -> Episode:
-    """The episode with the counts of its token check, if there is anything to check."""
-    if check is None or transcript is None or episode.error is not None:
+def checked(check: TokenCheck | None, episode: Episode, transcripts: Sequence[Transcript]) -> Episode:
+    """The episode with the counts of the token check of these branches, added to those of earlier ones."""
+    if check is None or episode.error is not None:
         return episode
     metrics = dict(episode.metrics)
-    for name, value in check.metrics(transcript, episode.id).items():  # in addition to those of earlier branches
-        metrics[name] = metrics.get(name, 0.0) + value
+    for transcript in transcripts:
+        for name, value in check.metrics(transcript, episode.id).items():
+            metrics[name] = metrics.get(name, 0.0) + value
     return replace(episode, metrics=metrics)

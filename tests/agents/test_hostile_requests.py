@@ -222,7 +222,7 @@ async def test_what_is_read_and_does_not_fit_is_refused_as_well(renderer: Render
 
 
 async def test_a_history_of_many_short_messages_is_rendered_in_one_go(renderer: Renderer):
-    async with recorded(renderer, lambda turn: say("hi"), token_budget=30_000) as one:
+    async with recorded(renderer, lambda turn: say("hi"), token_budget=60_000) as one:
         many = [{"role": role, "content": f"word {n}"} for n in range(600) for role in ("user", "assistant")]
         for messages in ([*many, USER], [USER, {"role": "assistant", "content": "hi"}, *many, USER]):
             begun = time.process_time()

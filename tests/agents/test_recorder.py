@@ -316,6 +316,34 @@ class TestDoors:
             with pytest.raises(openai.BadRequestError, match="has met its limit"):
                 await one.chat([USER])
 
+    async def test_conversations_share_the_token_budget(self, renderer: Renderer):
+        turns = [{"role": "user", "content": f"{n} tell me more " * 40} for n in range(5)]
+        async with recorded(renderer, lambda turn: say("hi")) as one:
+            for turn in turns:
+                await one.chat([turn])
+            whole, shared = one.recording.ledger.spent, len(one.recording.session.turns[0].branch.ids)
+        budget = whole - shared // 2
+        async with recorded(renderer, lambda turn: say("hi"), token_budget=budget, max_tokens=9) as one:
+            for turn in [*turns[:4], turns[0]]:  # what begins alike counts once
+                await one.chat([turn])
+            with pytest.raises(openai.BadRequestError, match=r"has met its limit \(token_budget\)"):
+                await one.chat([turns[4]])
+            assert one.recording.stop is StopReason.TOKEN_BUDGET
+            assert one.recording.ledger.spent <= budget
+
+    async def test_conversations_at_the_same_time_share_the_token_budget(self, renderer: Renderer):
+        async with recorded(renderer, lambda turn: say("hi")) as one:
+            await one.chat([USER])
+            size = one.recording.ledger.spent
+        budget = 2 * size
+        limits = {"token_budget": budget, "max_tokens": 9}
+        async with recorded(renderer, lambda turn: say("hi"), delay_s=0.1, **limits) as one:
+            asked = [one.chat([{"role": "user", "content": f"{n}+2?"}]) for n in range(9)]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            assert sum(isinstance(answer, openai.BadRequestError) for answer in answers) > 3
+            assert one.recording.num_turns > 1
+            assert one.recording.ledger.spent <= budget
+
     async def test_several_choices_are_refused(self, renderer: Renderer):
         async with recorded(renderer, [say("hi")]) as one:
             with pytest.raises(openai.BadRequestError, match="continues from a single choice"):

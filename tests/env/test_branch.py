@@ -1,17 +1,22 @@
 """`self.model`: the policy in conversations of its own, trained or not by choice."""
 
+import asyncio
 import json
+from typing import ClassVar
 
 import pytest
 
 from agentrl.chat.template import Renderer
+from agentrl.chat.token_check import TokenCheckBudget
 from agentrl.chat.transcript import rows_of
 from agentrl.env import ToolEnv, reward, tool
+from agentrl.learner.pack import packed_size
 from agentrl.models.tiny import make_tokenizer
-from agentrl.rollout.episode import Player, run_episode
+from agentrl.rollout.episode import Player, TokenCheck, run_episode
 from agentrl.rollout.limits import EpisodeLimits
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
+from agentrl.trainer.samples import episode_samples
 from agentrl.types import Message, Sampling, StopReason, Task
 
 
@@ -149,3 +154,52 @@ async def test_a_conversation_that_the_policy_makes_too_long_is_not_replayed(ren
     else:
         assert (episode.stop_reason, episode.reward) == (StopReason.FAULT, 0.0)
         assert "tokens leave no room in 4096" in episode.faults["step"]
+
+
+class Debate(ToolEnv):
+    """Ask the helper three times at once."""
+
+    words = 1
+    train = True
+    failed: ClassVar[list[str]] = []
+
+    async def setup(self) -> str:
+        said = [Message("user", "Why? " * self.words)]
+        asked = [self.model.chat([*said, Message("user", str(n))], train=self.train) for n in range(3)]
+        for answer in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(answer, Exception):
+                self.failed.append(str(answer))
+        return "Go."
+
+
+def debate(renderer, env, *, budget: int, check: TokenCheck | None = None) -> Player:
+    engine = Engine(renderer, lambda turn: say("like this" if turn >= 10 else "Done."), max_context=4096)
+    return Player(engine, renderer, env, EpisodeLimits(token_budget=budget), Sampling(), check)
+
+
+@pytest.mark.parametrize("train", [True, False])
+async def test_trained_conversations_share_the_token_budget_of_the_episode(renderer, train):
+    env = type("Env", (Debate,), {"words": 100, "train": train, "failed": []})
+    whole = await run_episode(debate(renderer, env, budget=4000), Task("t"), episode_id="e", seed=0)
+    assert (whole.stop_reason, env.failed) == (StopReason.ANSWERED, [])
+    size = packed_size(episode_samples(whole)) if train else 300
+    tight = await run_episode(debate(renderer, env, budget=size - 100), Task("t"), episode_id="e", seed=0)
+    if not train:
+        assert (tight.segments, env.failed) == (whole.segments, []), "these are no part of the episode"
+        return
+    assert packed_size(episode_samples(tight)) <= size - 100
+    assert len(env.failed) > 0
+    assert "(rollout.token_budget)" in env.failed[0]
+
+
+async def test_every_trained_conversation_has_its_tokens_checked(renderer):
+    counted = TokenCheckBudget()
+    check = TokenCheck("strict", counted)
+    episode = await run_episode(
+        debate(renderer, Debate, budget=4000, check=check), Task("t"), episode_id="e", seed=0
+    )
+    assert (counted.checked, episode.metrics["tokens/identical"]) == (4, 4.0)
+    untrained = type("Env", (Debate,), {"train": False})
+    player = debate(renderer, untrained, budget=4000, check=check)
+    await run_episode(player, Task("t"), episode_id="e", seed=0)
+    assert counted.checked == 5

@@ -19,6 +19,7 @@ from agentrl.env.env import Env, StepInfo
 from agentrl.envs.calculator import Calculator
 from agentrl.errors import EngineError, InfraError, JudgeError, SandboxError
 from agentrl.learner.pack import packed_size
+from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.episode import Player, run_episode
 from agentrl.rollout.episode_metrics import episode_metrics
 from agentrl.rollout.limits import EpisodeLimits
@@ -206,6 +207,27 @@ class TestWhyItStops:
             "the turns are used up": (StopReason.MAX_TURNS, 3, "stop"),
             "turns and context end together": (StopReason.MAX_TURNS, 1, "stop"),
         }
+
+    async def test_the_budget_is_that_of_all_contexts_that_a_template_rewrites(self, tmp_path):
+        make_tokenizer(tmp_path, ["Hello. Go on. hi"] * 4, vocab=360, max_context=4096)
+        template = tmp_path / "chat_template.jinja"
+        older = "('' if loop.index0 + 2 >= messages | length else 'older: ')"  # but for the last exchange
+        template.write_text(
+            template.read_text().replace("+ message.role + '\\n'", f"+ message.role + '\\n' + {older}")
+        )
+        forks = Renderer.from_directory(tmp_path, history="fork")
+        whole = await run_episode(
+            make_player(forks, Scene, [say("hi")] * 9, max_turns=6), PLAIN, episode_id="e", seed=0
+        )
+        rows = episode_samples(whole)
+        assert (len(whole.turns), len(rows)) == (6, 6)
+        size, longest = packed_size(rows), max(len(row.ids) for row in rows)
+        assert size > 1.4 * longest
+        budget = (size + longest) // 2
+        player = make_player(forks, Scene, [say("hi")] * 9, max_turns=6, token_budget=budget)
+        episode = await run_episode(player, PLAIN, episode_id="e", seed=0)
+        assert (episode.stop_reason, episode.error) == (StopReason.TOKEN_BUDGET, None)
+        assert budget // 2 < packed_size(episode_samples(episode)) <= budget
 
     async def test_a_completion_that_was_cut_is_not_played(self, renderer: Renderer):
         player = make_player(renderer, Calculator, [call("calculator", expression="2+3")], max_tokens=4)
