@@ -13,6 +13,7 @@ from pathlib import Path
 
 from agentrl.algo.metrics import Metric, Metrics
 from agentrl.chat.template import Renderer
+from agentrl.chat.transcript import path_of
 from agentrl.config.run import RunConfig
 from agentrl.config.teacher import TeacherConfig
 from agentrl.env.env import Env
@@ -20,7 +21,7 @@ from agentrl.errors import ConfigError, TemplateError
 from agentrl.learner.pack import longest_ids, packed_size
 from agentrl.rollout.content import Content, require_solved
 from agentrl.rollout.rewards.text import conversation_text
-from agentrl.trainer.samples import with_constant
+from agentrl.trainer.samples import own_segments, with_constant
 from agentrl.trainer.teacher_check import longest_on_server, model_sizes
 from agentrl.types import Episode, Group, HintedOpening, Message, Sample
 
@@ -173,14 +174,13 @@ def opening_of(episode: Episode) -> tuple[Message, ...]:
 
 def _opening(episode: Episode) -> slice:
     """Which messages are the opening; an example among them may say what the policy says first."""
-    first, start = episode.turns[0] if episode.turns else None, 0
-    for segment in episode.segments:
-        if first is not None and segment.origin == "sampled" and segment.message is not None:
-            if len(segment.ids) == first.tokens and episode.messages[segment.message] == first.message:
-                return slice(start, segment.message)
-            start = segment.message + 1
-    said = None if first is None else first.message  # by a scripted policy, without tokens
-    return slice(next((n for n, m in enumerate(episode.messages) if m == said), len(episode.messages)))
+    first = own_segments(episode).get(0)
+    if first is None:  # by a scripted policy, without tokens
+        said = episode.turns[0].message if episode.turns else None
+        return slice(next((n for n, m in enumerate(episode.messages) if m == said), len(episode.messages)))
+    segments = episode.segments  # without what branches of `self.model` were asked before
+    places = [place for i in path_of(segments, first) if (place := segments[i].message) is not None]
+    return slice(min(places), segments[first].message)
 
 
 def with_hint(opening: Sequence[Message], text: str) -> list[Message]:

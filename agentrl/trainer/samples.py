@@ -196,20 +196,32 @@ def with_constant(row: Sample, name: str, value: float) -> Sample:
 def segment_turns(episode: Episode) -> dict[int, int]:
     """The turn of each sampled segment.
 
-    A turn's segment is found by its message. A branch (`self.model`) belongs to the turn that was sampled before
-    it was called, the first turn if it was called in `setup`.
+    A branch (`self.model`) belongs to the turn that was sampled before it was called, the first turn if it was
+    called in `setup`.
     """
-    number_of = {turn.place: number for number, turn in enumerate(episode.turns)}
-    found, current, following = {}, 0, 0
+    number_of = {segment: number for number, segment in own_segments(episode).items()}
+    found, current = {}, 0
     for i, segment in enumerate(episode.segments):
-        if segment.origin != "sampled":
-            continue
-        message = None if segment.message is None else episode.messages[segment.message]
-        if None not in number_of:
-            current = number_of.get(segment.message, current)
-        elif following < len(episode.turns) and _is_of(episode.turns[following], segment, message):
-            current, following = following, following + 1
-        found[i] = current
+        if segment.origin == "sampled":
+            current = found[i] = number_of.get(i, current)
+    return found
+
+
+def own_segments(episode: Episode) -> dict[int, int]:
+    """The segment of each turn; turns of a scripted policy have none.
+
+    Records of earlier versions do not say where a turn's message is: it is then the next that says the same.
+    """
+    segments, turns = episode.segments, episode.turns
+    sampled = [i for i, segment in enumerate(segments) if segment.origin == "sampled"]
+    if all(turn.place is not None for turn in turns):
+        of_message = {segments[i].message: i for i in sampled}
+        return {number: of_message[turn.place] for number, turn in enumerate(turns) if turn.place in of_message}
+    found: dict[int, int] = {}
+    for i in sampled:
+        message = None if (at := segments[i].message) is None else episode.messages[at]
+        if len(found) < len(turns) and _is_of(turns[len(found)], segments[i], message):
+            found[len(found)] = i
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from agentrl.trainer.hints import Hints, check_hints, opening_of
 from agentrl.trainer.replay import replay
 from agentrl.trainer.run import train_run
 from agentrl.trainer.samples import episode_samples
-from agentrl.types import Completion, Episode, Group, Message, StopReason, Task, Turn
+from agentrl.types import Completion, Episode, Group, Message, Segment, StopReason, Task, Turn
 from agentrl.view.library import Library
 from agentrl.view.redaction import redacted
 from tests.chat.families import FAMILIES, Family
@@ -142,6 +143,35 @@ def test_examples_and_conversations_before_the_opening_are_told_apart_from_the_p
     shown = hinted(renderer, same, planned, hint="solved").texts["e1"]
     assert "1+1" not in shown, "examples are no part of an attempt"
     assert "assistant:\ntwo" in shown
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_a_conversation_before_the_opening_may_say_what_the_policy_says_first(renderer: Renderer, from_file: bool):
+    one = episode(renderer, [Message("user", QUESTION)], ("red", "blue"), hint="HINT", first="red")
+    if from_file:
+        one = replace(one, turns=deepcopy(one.turns))
+    assert opening_of(one) == (Message("user", QUESTION),)
+    plan, row = hinted(renderer, one).rows
+    assert plan.hinted is None
+    assert f"{QUESTION}\n\nHINT" in renderer.decode(as_taught(row).ids)
+
+
+def test_a_conversation_without_an_answer_is_no_part_of_the_opening(renderer: Renderer):
+    plain = episode(renderer, [Message("user", QUESTION)], ("red",), first="A plan")
+    asked = Message("user", "Too long to answer.")
+    lost = Segment(tuple(renderer.encode_text("Too long")), "prompt", -1, 2)
+    start = next(i for i, segment in enumerate(plain.segments) if segment.message == 2)
+    moved = [
+        replace(
+            segment,
+            parent=segment.parent + (segment.parent >= start),
+            message=None if segment.message is None else segment.message + (segment.message >= 2),
+        )
+        for segment in plain.segments
+    ]
+    segments = (*moved[:start], lost, *moved[start:])
+    one = replace(plain, messages=(*plain.messages[:2], asked, *plain.messages[2:]), segments=segments)
+    assert opening_of(one) == (Message("user", QUESTION),)
 
 
 def test_a_hint_that_repeats_the_question_is_behind_it(renderer: Renderer):

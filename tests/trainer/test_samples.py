@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from agentrl.rollout.episode_metrics import episode_metrics
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.trainer.algorithm import Algorithm
 from agentrl.trainer.estimator import check_penalties
-from agentrl.trainer.samples import episode_samples, penalised, segment_turns, to_records
+from agentrl.trainer.samples import episode_samples, own_segments, penalised, segment_turns, to_records
 from agentrl.types import LIMITS, Episode, Group, Message, Sample, Segment, StopReason, Task, Turn
 
 BOXED = """
@@ -310,6 +311,29 @@ class TestTurnLevel:
         same = (*messages[:4], messages[5], messages[5])  # the branch says what the next turn says
         places = tuple(replace(turn, place=place) for turn, place in zip(whole.turns, (1, 5), strict=True))
         assert segment_turns(replace(whole, messages=same, turns=places)) == {1: 0, 3: 0, 5: 1}
+
+    @pytest.mark.parametrize("from_file", [False, True])
+    def test_a_branch_that_says_the_same_as_a_turn_is_no_turn(self, from_file: bool):
+        said = [Message("assistant", text) for text in "abab"]
+        turns = tuple(Turn(m, (), 1.0, "stop", 2, 0.1, 0.2) for m in (said[0], said[3]))
+        asked, more = Message("user", "u"), Message("user", "more")
+        messages = (asked, Message("assistant", "a"), asked, said[0], asked, said[1], more, said[3])
+        answer = Segment((5, 6), "sampled", 0, 1, (-0.1, -0.1), (0, 0))
+        segments = (
+            Segment((1,), "prompt", -1, 0),  # asked in `setup`
+            answer,
+            Segment((2,), "prompt", -1, 2),
+            replace(answer, parent=2, message=3),
+            Segment((3,), "prompt", -1, 4),  # asked after turn 0
+            replace(answer, parent=4, message=5),
+            Segment((4,), "observation", 3, 6),
+            replace(answer, parent=6, message=7),
+        )
+        one = Episode("a", Task("t"), messages, turns, segments, StopReason.ANSWERED, 2.0)
+        if from_file:
+            one = replace(one, turns=deepcopy(turns))
+        assert own_segments(one) == {0: 3, 1: 7}
+        assert segment_turns(one) == {1: 0, 3: 0, 5: 0, 7: 1}
 
 
 class TestMetrics:
