@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.clean import clean_text
 from agentrl.config.run import TinyModel
 from agentrl.errors import ConfigError
 
@@ -51,7 +52,7 @@ def make_tokenizer(directory: Path, corpus: Iterable[str], *, vocab: int, max_co
         min_frequency=2,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.train_from_iterator(map(clean_text, corpus), trainer)  # rows may hold half a surrogate pair
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKER_TOKENS])
     directory.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,6 @@ from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import ConfigError
 from agentrl.learner.critic import CRITIC_FOLDER
 from agentrl.learner.learner import Learner
-from agentrl.learner.pack import micro_batches
 from agentrl.learner.policy_rank import local_learner
 from agentrl.learner.rank import LearnerSpec
 from agentrl.learner.ray_learner import ray_learner
@@ -34,6 +33,7 @@ from agentrl.run_folder.files import file_error
 from agentrl.run_folder.fork import OF_THE_RUN
 from agentrl.trainer.in_step import counting, starting_engine
 from agentrl.trainer.signals import StoppedEarly, unless_stopped
+from agentrl.trainer.teacher_check import model_sizes
 from agentrl.trainer.warmup import cold_start, demonstration_samples, too_long_to_sample
 from agentrl.types import Sample
 
@@ -98,16 +98,23 @@ async def _cold_start(
 ) -> None:
     """Train the policy in `source` on the demonstrations and write it to `target`."""
     require_solved(content, "warmup.until_pass")
-    renderer = load_renderer(config, source)
+    renderer, (_, context) = load_renderer(config, source), model_sizes(source)
     samples: list[Sample] = []
     for name, part in content.by_env.items():
         tools = await task_tools(part.make_env, part.train_tasks)
         require_template(renderer, tools)
         lengths: list[int] = []
-        samples += demonstration_samples(renderer, part.demonstrations, tools, env=name, longest=lengths.append)
+        samples += demonstration_samples(
+            renderer,
+            part.demonstrations,
+            tools,
+            env=name,
+            longest=lengths.append,
+            room=config.learner.micro_batch_tokens,
+            context=context,
+        )
         if said := too_long_to_sample(lengths, config.by_env[name].rollout):
             reporter.note(f"envs.{name}: {said}" if name else said)
-    micro_batches(samples, config.learner.micro_batch_tokens)  # one that is too long is refused here
     learner = await make_learner(config, source, None)
     await make_room(config, learner)
     reporter.within(starting_engine(config))

@@ -16,6 +16,7 @@ from agentrl.chat.template import Renderer
 from agentrl.config.run import RolloutConfig, WarmupConfig
 from agentrl.errors import ConfigError, TemplateError
 from agentrl.learner.learner import Learner
+from agentrl.learner.pack import packed_size
 from agentrl.reporting.report import Reporter
 from agentrl.rollout.oracle import Demonstration
 from agentrl.types import Message, Sample
@@ -28,14 +29,18 @@ def demonstration_samples(
     *,
     env: str = "",
     longest: Callable[[int], object] = lambda tokens: None,
+    room: int | None = None,
+    context: int | None = None,
 ) -> list[Sample]:
     """The rows of the demonstrations, each rendered turn by turn as an episode would be.
 
     Args:
         longest: told the tokens of the longest completion of each demonstration.
+        room: tokens of a micro-batch, which takes a whole demonstration.
+        context: tokens that the model takes, if it has a limit.
 
     Raises:
-        ConfigError: a demonstration has no assistant message, or one that no policy could sample.
+        ConfigError: a demonstration has no assistant message or is too long, or no policy could sample it.
     """
     where = f"envs.{env}: warmup" if env else "warmup"
     samples = []
@@ -49,14 +54,27 @@ def demonstration_samples(
         if not rows:
             raise ConfigError(f"{where}: demonstration {number + 1} has no assistant message")
         longest(max(len(segment.ids) for segment in transcript.segments if segment.origin == "sampled"))
+        made = []
         for row in rows:
             zeros = (0.0,) * len(row.ids)
-            samples.append(
-                Sample(
-                    row.ids, row.loss_mask, zeros, zeros, row.versions, episode_id=f"demonstration/{env}{number}"
-                )
-            )
+            name = f"demonstration/{env}{number}"
+            made.append(Sample(row.ids, row.loss_mask, zeros, zeros, row.versions, episode_id=name))
+        if said := _too_long(made, room, context):
+            raise ConfigError(f"{where}: demonstration {number + 1} {said}, shorten it, or leave it out")
+        samples += made
     return samples
+
+
+def _too_long(rows: Sequence[Sample], room: int | None, context: int | None) -> str:
+    """What is wrong with the length of a demonstration, and what may be raised; empty if nothing is."""
+    if context is not None and (tokens := max(len(row.ids) for row in rows)) > context:
+        return f"has {tokens} tokens, and the model takes {context}: take another model"
+    if room is not None and (tokens := packed_size(rows)) > room:
+        return (
+            f"has {tokens} tokens, and a micro-batch takes {room} (learner.tokens_per_micro_batch x "
+            "learner.sequence_ranks): raise one of the two"
+        )
+    return ""
 
 
 def too_long_to_sample(longest: Sequence[int], rollout: RolloutConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -16,6 +17,7 @@ from agentrl.errors import ConfigError
 from agentrl.learner.learner import Learner
 from agentrl.reporting.report import Silent
 from agentrl.rollout.content import load_content
+from agentrl.rollout.oracle import Demonstration
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer.room import too_long
 from agentrl.trainer.run import train_run
@@ -113,8 +115,19 @@ async def test_a_demonstration_that_is_larger_than_a_micro_batch_is_refused_befo
     tmp_path: Path,
 ):
     small = config("drop").model_copy(update={"learner": LearnerConfig(tokens_per_micro_batch=5)})
-    with pytest.raises(ConfigError, match=r"takes 5 \(learner\.tokens_per_micro_"):
+    with pytest.raises(ConfigError, match=r"demonstration 1 has \d+ .* takes 5 \(learner\.tokens_per_micro_"):
         await make_start(small, load_content(small), tmp_path, reporter=Notes(), stopping=lambda: False)
+
+
+async def test_a_demonstration_that_is_larger_than_the_context_is_refused_before_the_learner_is_made(
+    tmp_path: Path,
+):
+    small, content = config("drop"), load_content(config("drop"))
+    assert small.model.tiny is not None
+    long = [Message("user", "word " * small.model.tiny.max_context), Message("assistant", "a")]
+    content = replace(content, demonstrations=[*content.demonstrations, Demonstration(long)])
+    with pytest.raises(ConfigError, match=r"demonstration \d+ has \d+ tokens, and the model takes \d+: "):
+        await make_start(small, content, tmp_path, reporter=Notes(), stopping=lambda: False)
 
 
 @pytest.mark.parametrize(
