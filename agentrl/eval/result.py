@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from agentrl.clean import first_reason
 from agentrl.errors import CheckpointError
 from agentrl.eval.stats import Estimate, estimate, pass_all, pass_counts
-from agentrl.rollout.episode_metrics import is_malformed, pass_at, reward_parts
+from agentrl.rollout.episode_metrics import is_malformed, pass_at, reward_parts, sampled_tokens
 from agentrl.run_folder.files import read_bounded
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.run_folder.redraws import Redraws
@@ -232,7 +232,7 @@ def result_of(
     episodes = [record.episode for record in records if record.episode.error is None]
     turns = [turn for episode in episodes for turn in episode.turns]
     prompt, cached = sum(map(prompt_tokens, episodes)), int(sum(map(_cached, episodes)))
-    sampled = sum(turn.tokens for turn in turns)
+    sampled = sum(map(sampled_tokens, episodes))
     redraws = Redraws.of(_groups(records))
     result = EvalResult(
         folder=str(folder),

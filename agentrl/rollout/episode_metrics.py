@@ -97,10 +97,11 @@ def group_has_signal(group: Group, signal: Signal = "sum") -> bool:
     return signal == "turns" and any(map(any, turns)) and any(one != turns[0] for one in turns)
 
 
-def _sampled(episode: Episode) -> int:
+def sampled_tokens(episode: Episode) -> int:
     """Tokens that were sampled in an episode, those of sub-agents included."""
     recorded = sum(len(segment.ids) for segment in episode.segments if segment.origin == "sampled")
-    return recorded or sum(turn.tokens for turn in episode.turns)
+    counted = int(episode.metrics.get("usage/completion_tokens", 0.0))  # by an endpoint
+    return recorded or counted or sum(turn.tokens for turn in episode.turns)
 
 
 def episode_metrics(
@@ -128,7 +129,7 @@ def episode_metrics(
         "malformed": float(sum(map(is_malformed, episodes))),
         "limits": float(sum(e.stop_reason in LIMITS for e in episodes)),
         "groups_with_signal": float(sum(group_has_signal(g, signals.get(g.task.env, "sum")) for g in groups)),
-        "sampled_tokens": float(sum(map(_sampled, (*episodes, *extra)))),
+        "sampled_tokens": float(sum(map(sampled_tokens, (*episodes, *extra)))),
         "turns": _mean(len(e.turns) for e in episodes),
         "engine_seconds": _mean(t.engine_seconds for t in turns),
         "env_seconds": _mean(t.env_seconds for t in turns),

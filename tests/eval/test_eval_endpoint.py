@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from agentrl.cli.app import main
 from agentrl.config import RunConfig
+from agentrl.config.run import EnvConfig
 from agentrl.engine.chat_client import Endpoint
+from agentrl.envs.calculator import Calculator
 from agentrl.errors import ConfigError, EngineError
 from agentrl.eval.compare import compare
 from agentrl.eval.evaluate import EvalOptions, Subject, check_minimum, evaluate
@@ -20,7 +23,7 @@ from agentrl.eval.stats import Estimate, estimate
 from agentrl.eval.tables import comparison_text, result_text
 from agentrl.reporting.report import Silent
 from agentrl.run_folder.records import read_episodes, read_metrics, recorded_steps
-from agentrl.types import Filters, StopReason
+from agentrl.types import Filters, Message, StopReason, Task
 from agentrl.view.episode_text import num_sampled
 from tests.eval.eval_server import Server, guess, refusal, serving, solve
 
@@ -44,6 +47,26 @@ def play(
     return evaluate(
         Subject(endpoint=endpoint), run or config(), settings, folder=folder, fresh=fresh, reporter=Silent()
     )
+
+
+class Asks(Calculator):
+    """Work it out, with a hint."""
+
+    async def reset(self, task: Task) -> Any:
+        assert self.model is not None
+        await self.model.chat([Message("user", "A hint?")])
+        return await super().reset(task)
+
+
+def test_what_the_env_asks_the_model_is_paid_for_as_well(tmp_path: Path):
+    def hints(messages: Any) -> Any:
+        return {"content": "Think."} if messages[-1]["content"] == "A hint?" else solve(messages)
+
+    asks = config().model_copy(update={"env": EnvConfig(use=f"{__name__}:Asks")})
+    with serving(Server(hints)) as server:
+        result = play(server, tmp_path / "e", run=asks, prices=Prices(1.0, 10.0, 0.5))
+    assert (result.episodes, result.turns) == (6, 2.0)
+    assert (result.prompt_tokens, result.cached_tokens, result.sampled_tokens) == (1800, 720, 180)
 
 
 def test_a_model_behind_an_endpoint_plays_the_env_of_training(tmp_path: Path):
