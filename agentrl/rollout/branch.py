@@ -10,8 +10,25 @@ from typing import Any
 from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import Transcript
 from agentrl.engine.base import Engine
+from agentrl.env.toolenv.json_schema import shorten
 from agentrl.errors import EngineError
 from agentrl.types import Message, Sampling
+
+
+def check_conversation(messages: Any, tools: Any) -> None:
+    """Raises TypeError unless these are messages and tool schemas."""
+    listed = isinstance(messages, Sequence) and all(isinstance(message, Message) for message in messages)
+    if not listed or not all(isinstance(message.content, str | Sequence) for message in messages):
+        raise TypeError(
+            f'self.model.chat takes a list of Message with text, such as [Message("user", "...")], got '
+            f"{shorten(messages)}"
+        )
+    schemas = isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)
+    if not schemas or not all(isinstance(tool.get("function"), Mapping) for tool in tools):
+        raise TypeError(
+            'self.model.chat takes tools as a list of schemas, {"type": "function", "function": {...}}, such as '
+            f"self.tools, got {shorten(tools)}"
+        )
 
 
 class PolicyBranch:
@@ -61,7 +78,9 @@ class PolicyBranch:
             EngineError: the engine is lost.
             ValueError: the conversation leaves no room in the context, or a trained one in the token budget of the
                 episode; the policy may have caused it.
+            TypeError: these are no messages, or no tool schemas.
         """
+        check_conversation(messages, tools)
         number = next(self._numbers)
         branch, known = self._branch(messages, tools, train)
         branch.extend(messages[known:])

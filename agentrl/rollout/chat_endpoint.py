@@ -8,6 +8,7 @@ from typing import Any
 
 from agentrl.engine.chat_client import ChatClient, ContextFullError, Conversation, Reply
 from agentrl.env.env import Env, PolicyAccess
+from agentrl.rollout.branch import check_conversation
 from agentrl.rollout.lifecycle import (
     EpisodeStatus,
     OpenEpisode,
@@ -112,7 +113,9 @@ class _Branch:
         Raises:
             EngineError: no answer.
             ValueError: the conversation is too long, which the policy may have caused.
+            TypeError: these are no messages, or no tool schemas.
         """
+        check_conversation(messages, tools)
         conversation = Conversation(self.player.client, tools)
         conversation.extend(messages)
         try:

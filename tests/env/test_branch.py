@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from typing import ClassVar
 
 import pytest
@@ -203,3 +204,28 @@ async def test_every_trained_conversation_has_its_tokens_checked(renderer):
     player = debate(renderer, untrained, budget=4000, check=check)
     await run_episode(player, Task("t"), episode_id="e", seed=0)
     assert counted.checked == 5
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "said"),
+    [
+        ("Hello", (), "takes a list of Message with text, such as .*, got 'Hello'"),
+        ([{"role": "user", "content": "Hello"}], (), "takes a list of Message"),
+        (Message("user", "Hello"), (), "takes a list of Message"),
+        ([Message("user", None)], (), "takes a list of Message with text"),
+        ([Message("user", "Hello")], ["ask"], r"takes tools as a list of schemas, .*, got \['ask'\]"),
+        ([Message("user", "Hello")], [{"name": "ask"}], "takes tools as a list of schemas"),
+        ([Message("user", "Hello")], Delegate.ask, "takes tools as a list of schemas"),
+    ],
+)
+async def test_a_conversation_of_something_else_is_one_clear_error(renderer, messages, tools, said):
+    class Mistaken(ToolEnv):
+        """Ask the helper."""
+
+        async def setup(self) -> str:
+            await self.model.chat(messages, tools=tools)
+            return "Go."
+
+    player = debate(renderer, Mistaken, budget=4000)
+    episode = await run_episode(player, Task("t"), episode_id="e", seed=0)
+    assert re.search(f"TypeError: self.model.chat {said}", episode.error.splitlines()[0])
