@@ -351,7 +351,7 @@ async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -
         TimeoutError: it ran past the limit of the episode, whatever it made of its cancellation.
     """
     began = time.monotonic()
-    episode.turns.append(turn)  # it trains, also if the env never answers
+    episode.turns.append(turn)  # it trains, also if the env never answers within the limit
     try:
         observed, reward, terminated, truncated, info = _answer(await no_exit(env.step(turn.message)))
     except Exception as e:
@@ -360,10 +360,13 @@ async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -
         if not isinstance(cause, AgentRLError) and is_ours(env, "step"):
             raise
         if isinstance(cause, AgentRLError):
+            if not isinstance(cause, SandboxBroken | EnvError):
+                episode.turns.pop()  # the episode is played again
             raise cause from (None if cause is e else e)
         raise EnvError(f"{type(env).__name__}.step: {error_text(cause)}\n{traceback_of(cause)}") from e
     finally:
-        turn = episode.turns[-1] = replace(turn, env_seconds=time.monotonic() - began)
+        if episode.turns and episode.turns[-1] is turn:
+            turn = episode.turns[-1] = replace(turn, env_seconds=time.monotonic() - began)
     check_clock(episode.clock)
     observed = [clean_message(message) for message in observed]
     episode.faults.update(info.faults)

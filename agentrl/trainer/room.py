@@ -22,7 +22,8 @@ def too_long(config: RunConfig) -> str:
 
 def branches(config: RunConfig) -> bool:
     """Whether an episode may have several contexts, and so more tokens than one."""
-    return config.rollout.compact is not None or config.model.history == "fork"
+    views = config.by_env.values()
+    return any(view.rollout.compact or view.model.history == "fork" or view.agent for view in views)
 
 
 def longest_episode(config: RunConfig) -> int:

@@ -134,12 +134,12 @@ async def test_an_oracle_solves_the_tasks_and_its_episodes_are_the_demonstration
     config = RunConfig.model_validate({"env": f"{file}:Shown", "model": {"path": "m"}, "warmup": {"num": 12}})
     content = load_content(config)
     tasks = [content.train_tasks[i] for i in range(12)]
-    await check_env(type(content.make_env()), tasks[:4])
+    await check_env(type(content.make_env()), tasks[:4], reward_range=(-1, 1))
     assert len(content.demonstrations) == 12
     for messages, task in zip(content.demonstrations, tasks, strict=True):
-        assert messages[1].content == f"The balance is {task.row['start']}. Make it 20."
+        assert messages[1].content == f"The balance is {task.row['start']}. Make it {task.row['target']}."
         assert [m.role for m in messages] == ["system", "user", "assistant", "tool", "assistant"]
-        assert messages[3].content == "balance=20"
+        assert messages[3].content == f"balance={task.row['target']}"
     with pytest.raises(
         ConfigError, match=r"warmup.options has no effect: the oracle of .* writes the demonstrations"
     ):
@@ -148,18 +148,33 @@ async def test_an_oracle_solves_the_tasks_and_its_episodes_are_the_demonstration
         demonstrated(file, "Endless")
 
 
+def test_the_example_tasks_do_not_repeat_in_the_held_out_split(tmp_path):
+    config = RunConfig.model_validate({"env": f"{ledger(tmp_path)}:Shown", "model": {"path": "m"}})
+    shown = type(load_content(config).make_env())
+    train, held_out = (
+        {tuple(shown.tasks(split)[n].row.values()) for n in range(2000)} for split in ("train", "held_out")
+    )
+    assert len(train) > 1990
+    assert len(train & held_out) <= 2
+
+
+def asked(messages: list[Message]) -> list[int]:
+    """The numbers in the question of a ledger."""
+    return [int(number) for number in re.findall(r"\d+", str(messages[1].content))]
+
+
 async def test_written_demonstrations_read_as_the_env_would_write_them(tmp_path):
     file = ledger(tmp_path)
     right = demonstrated(file, "Written")
     assert len(right) == 12
     env = load_content(RunConfig.model_validate({"env": f"{file}:Written", "model": {"path": "m"}})).make_env()
     for messages in right:
-        task = Task("t", {"start": int(re.findall(r"\d+", str(messages[1].content))[0]), "target": 20})
+        task = Task("t", dict(zip(("start", "target"), asked(messages), strict=True)))
         script = [m for m in messages if m.role == "assistant"]
         episode = await play(env, task, ScriptedPolicy(script))
         assert written(list(episode.messages))[: len(messages)] == written(messages)
         assert episode.rewards["solved"] == 1.0
     off = demonstrated(file, "Written", options={"wrong": 1.0})
-    assert {m[3].content for m in off} == {"balance=21"}
+    assert all(m[3].content == f"balance={asked(m)[1] + 1}" for m in off)
     with pytest.raises(ConfigError, match=r"demonstrations with warmup.options .*unexpected keyword"):
         demonstrated(file, "Written", options={"wrongs": 1.0})

@@ -63,7 +63,8 @@ def episode(
             transcript.extend([Message("user", "And then?")])
         ids = (*renderer.encode_text(text), min(renderer.stop_ids))
         message = transcript.complete(Completion(ids, (-0.1,) * len(ids), (0,) * len(ids), "stop"))
-        turns.append(Turn(message, (), 0.0, "stop", len(ids), 0.1, 0.1))
+        place = len(transcript.messages) - 1
+        turns.append(Turn(message, (), 0.0, "stop", len(ids), 0.1, 0.1, place=place))
     return Episode(
         id=name,
         task=Task("t"),
@@ -170,7 +171,9 @@ def test_a_conversation_without_an_answer_is_no_part_of_the_opening(renderer: Re
         for segment in plain.segments
     ]
     segments = (*moved[:start], lost, *moved[start:])
-    one = replace(plain, messages=(*plain.messages[:2], asked, *plain.messages[2:]), segments=segments)
+    turns = tuple(replace(turn, place=1 + (turn.place or 0)) for turn in plain.turns)
+    messages = (*plain.messages[:2], asked, *plain.messages[2:])
+    one = replace(plain, messages=messages, turns=turns, segments=segments)
     assert opening_of(one) == (Message("user", QUESTION),)
 
 

@@ -315,7 +315,7 @@ class TestTurnLevel:
     @pytest.mark.parametrize("from_file", [False, True])
     def test_a_branch_that_says_the_same_as_a_turn_is_no_turn(self, from_file: bool):
         said = [Message("assistant", text) for text in "abab"]
-        turns = tuple(Turn(m, (), 1.0, "stop", 2, 0.1, 0.2) for m in (said[0], said[3]))
+        turns = tuple(Turn(said[n], (), 1.0, "stop", 2, 0.1, 0.2, place=place) for n, place in ((0, 3), (3, 7)))
         asked, more = Message("user", "u"), Message("user", "more")
         messages = (asked, Message("assistant", "a"), asked, said[0], asked, said[1], more, said[3])
         answer = Segment((5, 6), "sampled", 0, 1, (-0.1, -0.1), (0, 0))

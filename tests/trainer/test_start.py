@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from agentrl.config.compact import CompactConfig
-from agentrl.config.run import LearnerConfig, ModelConfig, RunConfig
+from agentrl.config.run import AgentConfig, LearnerConfig, ModelConfig, RunConfig
 from agentrl.env import ToolEnv, reward
 from agentrl.errors import ConfigError
 from agentrl.learner.learner import Learner
@@ -107,7 +107,12 @@ def test_an_episode_that_may_be_larger_than_a_micro_batch_is_refused_before_anyt
     assert too_long(small.model_copy(update={"model": short})) == ""
     forked = short.model_copy(update={"history": "fork"})
     compact = small.rollout.model_copy(update={"compact": CompactConfig()})
-    for several in ({"model": forked}, {"model": short, "rollout": compact}):  # contexts, each of 190 tokens
+    agent = {"model": short, "agent": AgentConfig(use="agent.py:run")}
+    for several in (
+        {"model": forked},
+        {"model": short, "rollout": compact},
+        agent,
+    ):  # contexts, each of 190 tokens
         assert "may have 200 tokens" in too_long(small.model_copy(update=several))
 
 
