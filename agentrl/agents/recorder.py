@@ -192,19 +192,21 @@ class EpisodeRecording:
 
     @contextlib.asynccontextmanager
     async def one_turn(self, job: Job) -> AsyncIterator[None]:
-        """Sample during the block, at most what is left of the token budget. Waits while the completions in
-        progress may be the last ones of the episode, as those that their clients abandon do not count.
+        """Sample during the block, at most what is left of the token budget. Waits while that depends on the
+        completions in progress, or they may be the last ones of the episode: abandoned ones do not count.
 
         Raises:
             ApiError: a limit is exhausted, or the episode is over.
         """
         prompt = job.prompt
-        while not self._sealed and self.sampling and (self._all_taken or self._room(prompt) <= self._promised):
+        while not self._sealed and self.sampling and (
+            self._all_taken or self._room(prompt) - self._promised < job.limit
+        ):
             self._turns_left.clear()
             await self._turns_left.wait()
         self.admit_prompt(prompt)
         self._check_limits()
-        job.limit = min(job.limit, self._room(prompt) - self._promised)
+        job.limit = min(job.limit, self._room(prompt))
         promised = prompt.branch.spent - self.ledger.spent + job.limit
         task = asyncio.current_task()
         assert task is not None

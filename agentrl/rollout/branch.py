@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -58,6 +59,7 @@ class PolicyBranch:
         self._engine, self._renderer, self._ledger = engine, renderer, ledger
         self._sampling, self._session, self._token_budget = sampling, session, token_budget
         self._promised = 0  # tokens that trained calls in progress may add to the episode
+        self._entry, self._kept = asyncio.Lock(), asyncio.Event()
         self._numbers = itertools.count()
         self._answered: list[
             tuple[Transcript, bool]
@@ -84,20 +86,25 @@ class PolicyBranch:
         number = next(self._numbers)
         branch, known = self._branch(messages, tools, train)
         branch.extend(messages[known:])
-        room = self._room(branch, train)
-        promised = branch.spent - self._ledger.spent + room if train else 0
+        room = self._room(branch)
+        promised = 0
+        if train:
+            async with self._entry:  # in the order of the calls
+                room = await self._share(branch, room)
+                promised = branch.spent - self._ledger.spent + room
+                self._promised += promised
         seed = None if self._sampling.seed is None else self._sampling.seed + number
         sampling = replace(self._sampling, max_tokens=room, seed=seed)
         session = f"{self._session}/branch{number}"
-        self._promised += promised
         try:
             completion = await self._engine.generate(branch.ids, sampling, session=session)
+            if completion.finish == "abort":
+                raise EngineError("self.model: the engine aborted the completion")
+            answer = branch.complete(completion)
         finally:
             self._promised -= promised
+            self._kept.set()
             await self._engine.release(session)
-        if completion.finish == "abort":
-            raise EngineError("self.model: the engine aborted the completion")
-        answer = branch.complete(completion)
         self._answered.append((branch, train))
         return answer
 
@@ -107,16 +114,27 @@ class PolicyBranch:
         inner = {id(segment) for branch in ours for segment in branch.branch[:-1]}
         return [branch for branch in ours if id(branch.branch[-1]) not in inner]
 
-    def _room(self, branch: Transcript, train: bool) -> int:
-        """Tokens of the next answer. Raises ValueError if there is no room for any."""
-        context, budget = self._engine.max_context, self._token_budget
+    def _room(self, branch: Transcript) -> int:
+        """Tokens of the next answer by the context. Raises ValueError if there is no room for any."""
+        context = self._engine.max_context
         if (by_context := context - len(branch.ids)) < 1:
             raise ValueError(f"self.model: {len(branch.ids)} tokens leave no room in {context}")
-        room = min(self._sampling.max_tokens, by_context)
-        if train and (room := min(room, budget - branch.spent - self._promised)) < 1:
+        return min(self._sampling.max_tokens, by_context)
+
+    async def _share(self, branch: Transcript, wanted: int) -> int:
+        """What the token budget leaves of `wanted`. Where that depends on the calls in progress, they end first.
+
+        Raises:
+            ValueError: nothing is left.
+        """
+        while self._promised and self._token_budget - branch.spent - self._promised < wanted:
+            self._kept.clear()
+            await self._kept.wait()
+        room = min(wanted, self._token_budget - branch.spent)
+        if room < 1:
             raise ValueError(
                 f"self.model: {branch.spent} tokens of all trained conversations of the episode leave no room "
-                f"in {budget} (rollout.token_budget)"
+                f"in {self._token_budget} (rollout.token_budget)"
             )
         return room
 

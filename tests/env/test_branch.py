@@ -193,6 +193,16 @@ async def test_trained_conversations_share_the_token_budget_of_the_episode(rende
     assert "(rollout.token_budget)" in env.failed[0]
 
 
+async def test_conversations_at_once_are_not_cut_by_what_others_might_have_said(renderer):
+    env = type("Env", (Debate,), {"words": 100, "train": True, "failed": []})
+    whole = await run_episode(debate(renderer, env, budget=4000), Task("t"), episode_id="e", seed=0)
+    size = sum(len(segment.ids) for segment in whole.segments)
+    close = await run_episode(debate(renderer, env, budget=size + 1), Task("t"), episode_id="e", seed=0)
+    assert env.failed == []
+    said = {segment.ids for segment in whole.segments if segment.origin == "sampled"}
+    assert {segment.ids for segment in close.segments if segment.origin == "sampled"} == said
+
+
 async def test_every_trained_conversation_has_its_tokens_checked(renderer):
     counted = TokenCheckBudget()
     check = TokenCheck("strict", counted)
