@@ -199,8 +199,10 @@ class EpisodeRecording:
             ApiError: a limit is exhausted, or the episode is over.
         """
         prompt = job.prompt
-        while not self._sealed and self.sampling and (
-            self._all_taken or self._room(prompt) - self._promised < job.limit
+        while (
+            not self._sealed
+            and self.sampling
+            and (self._all_taken or self._room(prompt) - self._promised < job.limit)
         ):
             self._turns_left.clear()
             await self._turns_left.wait()
