@@ -107,6 +107,7 @@ class Admission:
         self.groups_ahead = max_staleness * groups_per_step if groups_ahead is None else groups_ahead
         self._label, self._signals = label, signals
         self._planned = (first_step - 1) * groups_per_step
+        self._following = (first_step, 0)  # the step and the number that name the next group
         self._pending: deque[Place] = deque()  # admitted before new ones
         self._under_way: list[Ticket] = []
         self._aside: list[Group] = []
@@ -155,7 +156,7 @@ class Admission:
         """The state needed to resume, as JSON data; groups in flight are replayed after a resume."""
         places = sorted([*self._pending, *(t.place for t in self._under_way)], key=lambda p: p.order)
         again = [[p.order, p.label, p.number, p.position] for p in places]
-        return self.sampler.state() | {"planned": self._planned, "again": again}
+        return self.sampler.state() | {"planned": self._planned, "named": self._following, "again": again}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved `state`. Raises KeyError, TypeError or ValueError if it is invalid."""
@@ -165,6 +166,9 @@ class Admission:
         self._pending = deque(Place(*place) for place in again)
         # Exactly this many groups were planned, unless a resumed run has another number of groups per step.
         self._planned = max(self._planned, (self.next_step - 1) * self.groups_per_step + len(again))
+        steps, number = divmod(self._planned, self.groups_per_step)
+        step, number = state.get("named", (steps + 1, number))
+        self._following = (int(step), int(number))
 
     def _ticket(self, version: int) -> Ticket:
         if self._pending:
@@ -175,10 +179,11 @@ class Admission:
                 position, task = self.sampler.replacement(place.position)
                 place = replace(place, position=position)
             return Ticket(place, task, version)
-        step, number = divmod(self._planned, self.groups_per_step)
+        step, number = self._following
         ((position, task),) = self.sampler.take(1)
-        place = Place(self._planned, self._named(step + 1), number, position)
+        place = Place(self._planned, self._named(step), number, position)
         self._planned += 1
+        self._following = (step, number + 1) if number + 1 < self.groups_per_step else (step + 1, 0)
         return Ticket(place, task, version)
 
     def _named(self, step: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -191,6 +192,28 @@ def test_a_resumed_run_trains_the_groups_that_were_under_way_under_their_names(m
     assert names(replayed)[:3] == ["s1/g0", "s1/g1", "s2/g2"]
     assert [t.task.id for t in replayed][:3] == ["t0", "t1", "t5"]
     assert len(replayed) == 3 * (max_staleness + 1)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_names_stay_unique_where_the_number_of_groups_changes(max_staleness: int):
+    seen: list[str] = []
+    state: dict[str, Any] = {}
+    for resumed, num in enumerate((4, 2, 5, 4)):
+        first = 1 + 2 * resumed
+        admission = make(num, 99, first_step=first, max_staleness=max_staleness)
+        if state:
+            admission.restore(json.loads(json.dumps(state)))
+        for step in (first, first + 1):
+            for ticket in admission.admit(step - 1):
+                complete(ticket)
+            batch = admission.form()
+            assert batch is not None
+            trained = [group.episodes[0].id.rpartition("/")[0] for group in batch.groups]
+            if max_staleness == 0:
+                assert trained == [f"s{step}/g{number}" for number in range(num)]
+            seen += trained
+        state = admission.state()
+    assert len(seen) == len(set(seen)) == 30
 
 
 class TestWeightedOrder:
