@@ -106,10 +106,16 @@ def run_exam(target: str, overrides: list[str], options: ExamOptions, *, play: b
     fail_on = options.fail_on or Level.ERROR
     console, progress = SafeConsole(), SafeConsole(stderr=True)
     with progress.status("exam") as status:
-        results = examine(config, tasks=options.tasks, play_outside=play, say=lambda text: status.update(text))
+
+        def say(text: str) -> None:
+            status.update(text)
+            if not progress.is_terminal:  # where a status shows nothing
+                progress.print(f"exam: {text}", highlight=False)
+
+        results = examine(config, tasks=options.tasks, play_outside=play, say=say)
         for result in results if subject else ():
             assert subject is not None
-            status.update("difficulty")
+            say("difficulty")
             examine_difficulty(
                 result, config.by_env[result.name], subject,
                 attempts=options.attempts or 4, tasks=options.tasks or PROFILED_TASKS,
