@@ -324,8 +324,10 @@ def _turn(turn: SessionTurn, child: SessionTurn | None) -> Turn:
         observed = child.branch.context[len(turn.branch.context) : -1]
     results = {m.tool_call_id: plain_text(m.content) for m in observed if m.role == "tool"}
     calls = tuple(CallRecord(c, results[c.id], "ok", 0.0) for c in turn.message.tool_calls if c.id in results)
-    completion = turn.completion
-    return Turn(turn.message, tuple(observed), 0.0, completion.finish, len(completion.ids), 0.0, 0.0, calls)
+    completion, place = turn.completion, turn.branch.branch[-1].message
+    return Turn(
+        turn.message, tuple(observed), 0.0, completion.finish, len(completion.ids), 0.0, 0.0, calls, place=place
+    )
 
 
 @dataclass(frozen=True, slots=True)

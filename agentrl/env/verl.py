@@ -29,7 +29,7 @@ from agentrl.env.toolenv.observe import plain_text
 from agentrl.errors import ConfigError
 from agentrl.extras import installed
 from agentrl.importing import load_object
-from agentrl.types import Episode, Image, Message, Segment, Task
+from agentrl.types import Episode, Image, Segment, Task, Turn
 
 
 class ToolResponse:
@@ -325,15 +325,17 @@ def solution_text(episode: Episode, decode: Callable[[Sequence[int]], str] | Non
     messages are written in the Hermes format instead.
     """
     sampled = iter([s for s in episode.segments if s.origin == "sampled" and s.message is not None])
-    return "\n".join(_turn_text(turn.message, sampled, episode, decode) for turn in episode.turns)
+    return "\n".join(_turn_text(turn, sampled, episode, decode) for turn in episode.turns)
 
 
 def _turn_text(
-    message: Message, sampled: Iterator[Segment], episode: Episode, decode: Callable[[Sequence[int]], str] | None
+    turn: Turn, sampled: Iterator[Segment], episode: Episode, decode: Callable[[Sequence[int]], str] | None
 ) -> str:
+    message = turn.message
     if decode is not None:
         for segment in sampled:  # those of other branches are skipped
-            if episode.messages[segment.message or 0] == message:
+            said = episode.messages[segment.message or 0]
+            if segment.message == turn.place or (turn.place is None and said == message):
                 return decode(segment.ids)
     thinking = f"<think>\n{message.reasoning}\n</think>" if message.reasoning else ""
     calls = [

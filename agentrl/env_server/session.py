@@ -149,7 +149,8 @@ class EnvSession:
         assert episode.env is not None
         assert episode.messages is not None
         episode.messages.append(message)
-        turn, number = Turn(message, (), 0.0, "stop", 0, 0.0, 0.0), len(episode.turns)
+        turn = Turn(message, (), 0.0, "stop", 0, 0.0, 0.0, place=len(episode.messages) - 1)
+        number = len(episode.turns)
         async with episode_clock(episode, self.source.timeout_s):
             episode.messages += await step_env(episode.env, turn, episode, self.source.max_turns)
         played = episode.turns[number:]

@@ -68,7 +68,7 @@ class ChatPlayer:
                         episode.status.now(f"env.step (turn {len(episode.turns)})")
                         used = reply.prompt_tokens + reply.completion_tokens
                         messages.append(reply.message)
-                        turn = _turn(reply, asked - episode.status.started)
+                        turn = _turn(reply, asked - episode.status.started, len(messages) - 1)
                         if reply.finish == "length":
                             by_budget = room < limits.max_tokens
                             episode.cut(turn, StopReason.TOKEN_BUDGET if by_budget else StopReason.MAX_TOKENS)
@@ -93,9 +93,9 @@ class ChatPlayer:
         return reply
 
 
-def _turn(reply: Reply, start_s: float) -> Turn:
+def _turn(reply: Reply, start_s: float, place: int) -> Turn:
     tokens, seconds = reply.completion_tokens, reply.seconds
-    return Turn(reply.message, (), 0.0, reply.finish, tokens, seconds, 0.0, start_s=start_s)
+    return Turn(reply.message, (), 0.0, reply.finish, tokens, seconds, 0.0, start_s=start_s, place=place)
 
 
 @dataclass(frozen=True, slots=True)

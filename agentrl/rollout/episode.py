@@ -123,8 +123,9 @@ def _turn(transcript: Transcript, completion: Completion, number: int, seconds: 
     """Add a completion to the transcript. Raises EngineError if the engine aborted it."""
     if completion.finish == "abort":
         raise EngineError(f"the engine aborted the completion of turn {number}")
-    message = transcript.complete(completion)
-    return Turn(message, (), 0.0, completion.finish, len(completion.ids), seconds, 0.0, start_s=start_s)
+    message, tokens = transcript.complete(completion), len(completion.ids)
+    place = len(transcript.messages) - 1
+    return Turn(message, (), 0.0, completion.finish, tokens, seconds, 0.0, start_s=start_s, place=place)
 
 
 async def _compacted(player: Player, episode: OpenEpisode, opening: Sequence[Message], seed: int) -> Transcript:

@@ -154,13 +154,12 @@ class OpenEpisode:
         """The episode as rewards see it."""
         transcript = self.transcript
         messages = transcript.messages if transcript else self.messages or ()
-        places = {id(message): n for n, message in reversed(list(enumerate(messages)))}  # where each comes first
         tools = self.tools if self.tools is not None else self.env.tools if self.env is not None else ()
         return Episode(
             id=self.status.episode_id,
             task=self.task,
             messages=tuple(messages),
-            turns=tuple(replace(turn, place=places.get(id(turn.message))) for turn in self.turns),
+            turns=tuple(self.turns),
             segments=tuple(transcript.segments) if transcript else (),
             stop_reason=self.stop or StopReason.INFRA,
             reward=None,

@@ -97,13 +97,22 @@ def _turns(said: Json) -> Iterator[Json]:
     """The turns, each with the places of its message and of the answers to it; None for one in another branch."""
     messages, at = said.get("messages", ()), 0
     for turn in said.get("turns", ()):
-        place = next((n for n in range(at, len(messages)) if messages[n] == turn["message"]), None)
-        observed = range(0)
+        place = turn.get("place")
+        if place is None:  # records of earlier versions: the next that says the same
+            place = _find(messages, turn["message"], at)
+        observed = list[int]()
         if place is not None:
             at = place + 1
-            observed = range(at, min(at + len(turn.get("observation", ())), len(messages)))
+            for message in turn.get("observation", ()):  # other branches may come between
+                if (found := _find(messages, message, at)) is not None:
+                    observed.append(found)
+                    at = found + 1
         rest = ("reward", "rewards", "finish", "tokens", "engine_seconds", "env_seconds")
-        yield {"message": place, "observation": list(observed), **{key: turn.get(key) for key in rest}}
+        yield {"message": place, "observation": observed, **{key: turn.get(key) for key in rest}}
+
+
+def _find(messages: Sequence[Json], message: Json, start: int) -> int | None:
+    return next((n for n in range(start, len(messages)) if messages[n] == message), None)
 
 
 def _calls(said: Json, turns: Sequence[Json]) -> Iterator[Json]:

@@ -204,6 +204,19 @@ def test_an_episode_places_turns_calls_rewards_and_branches(client: TestClient):
     assert anywhere["step"] == 3
 
 
+def test_turns_and_their_calls_are_told_from_conversations_of_the_env(client: TestClient, folder: Path):
+    records = read_records(folder / "calc", 2)
+    episode = records[0].episode
+    system, user, called, result, answer = episode.messages
+    messages = (system, called, user, called, user, answer, result, answer)  # in `setup`, and while the tool runs
+    turns = tuple(replace(turn, place=place) for turn, place in zip(episode.turns, (3, 7), strict=True))
+    episode = replace(episode, messages=messages, turns=turns, segments=())
+    write_step(folder / "calc", 2, [replace(records[0], episode=episode), *records[1:]])
+    found = client.get("/api/runs/calc/episodes/s2/g0/e0?step=2").json()
+    assert [(turn["message"], turn["observation"]) for turn in found["turns"]] == [(3, [6]), (7, [])]
+    assert [call["message"] for call in found["calls"]] == [6]
+
+
 def test_a_branch_of_a_compacted_context_says_so(client: TestClient, folder: Path):
     records = read_records(folder / "calc", 2)
     episode = records[0].episode
