@@ -220,16 +220,13 @@ class RecordFolder:
         recording.seal()
         turns = recording.turns(one.began)
         error = end.error or _failure(recording) or (None if turns else "it has no completions")
-        ended = StopReason.TERMINATED if turns and turns[-1].message.tool_calls else StopReason.ANSWERED
-        if turns and turns[-1].finish == "length":
-            ended = StopReason.MAX_TOKENS
         episode = Episode(
             id=recording.id,
             task=one.task,
             messages=recording.ledger.messages,
             turns=tuple(turns),
             segments=recording.ledger.segments,
-            stop_reason=StopReason.INFRA if error else recording.stop or ended,
+            stop_reason=StopReason.INFRA if error else recording.ending,
             reward=None if error else end.reward,
             rewards={} if error else _parts(end),
             metrics=recording.metrics(),

@@ -23,7 +23,7 @@ from agentrl.rollout.lifecycle import (
     reset_env,
     score_env,
 )
-from agentrl.types import Episode, StopReason, Task
+from agentrl.types import Episode, Task
 
 
 def read_outcome(text: str) -> Any:
@@ -149,7 +149,5 @@ class AgentPlayer:
         if not episode.turns:
             raise _without_completion(recording)
         episode.count({"agent/crashed": 1.0} if crashed else {})
-        last = episode.turns[-1]
-        ended = StopReason.TERMINATED if last.message.tool_calls else StopReason.ANSWERED
-        episode.stop = recording.stop or (StopReason.MAX_TOKENS if last.finish == "length" else ended)
+        episode.stop = recording.ending
         return outcome

@@ -86,7 +86,9 @@ class EpisodeRecording:
         bug: an exception of our own code that a request met.
     """
 
-    def __init__(self, renderer: Renderer, limits: EpisodeLimits, *, temperature: float, seed: int) -> None:
+    def __init__(
+        self, renderer: Renderer, limits: EpisodeLimits, *, context: int, temperature: float, seed: int
+    ) -> None:
         self.id, self.key = secrets.token_hex(8), f"sk-{secrets.token_urlsafe(24)}"
         self.ledger = Transcript(renderer)
         self.session = Conversations(renderer, ledger=self.ledger)
@@ -98,7 +100,7 @@ class EpisodeRecording:
         self.refusal: ApiError | None = None
         self.bug: Exception | None = None
         self.lock = asyncio.Lock()
-        self._limits, self._temperature, self._seed = limits, temperature, seed
+        self._limits, self._context, self._temperature, self._seed = limits, context, temperature, seed
         self._asked = itertools.count()
         self._opened = time.monotonic()
         self._said: list[_Spoken] = []
@@ -138,6 +140,18 @@ class EpisodeRecording:
         """Completions so far."""
         return len(self._said)
 
+    @property
+    def ending(self) -> StopReason:
+        """The limit that a request or the last completion met, else how that completion ends."""
+        if self.stop is not None:
+            return self.stop
+        last = self._said[-1].turn
+        if last.completion.finish != "length":
+            return StopReason.TERMINATED if last.message.tool_calls else StopReason.ANSWERED
+        if len(last.branch.ids) >= self._context:
+            return StopReason.CONTEXT_FULL
+        return StopReason.TOKEN_BUDGET if self._room(last) < 1 else StopReason.MAX_TOKENS
+
     def seal(self) -> None:
         """End the episode: new requests are rejected, and completions in progress are dropped."""
         self._sealed, self.cut_off = True, self.cut_off or bool(self.sampling)
@@ -175,7 +189,7 @@ class EpisodeRecording:
             self.stop = self.stop or StopReason.TOKEN_BUDGET
             self._check_limits()
 
-    def _room(self, prompt: Prompt) -> int:
+    def _room(self, prompt: Prompt | SessionTurn) -> int:
         """Tokens that a completion may have: what all branches leave of the token budget."""
         return self._limits.token_budget - prompt.branch.spent
 
@@ -516,7 +530,10 @@ class Recorder:
 
     def open(self, *, temperature: float, seed: int) -> EpisodeRecording:
         """Begin an episode; `close` it in any case."""
-        recording = EpisodeRecording(self.renderer, self.limits, temperature=temperature, seed=seed)
+        context = self.engine.max_context
+        recording = EpisodeRecording(
+            self.renderer, self.limits, context=context, temperature=temperature, seed=seed
+        )
         self._open[recording.id] = recording
         return recording
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from agentrl.chat.ids import GrowingIds, Ids
@@ -93,7 +94,11 @@ class Transcript:
             if self._segments[i].origin == "sampled" or i in counted:
                 counted |= {i, self._segments[i].parent}
         first = _first_alike(self._segments)
-        return sum(len(self._segments[i].ids) for i in {first[i] for i in counted if i >= 0})
+        after: dict[int, list[tuple[int, ...]]] = {}  # what continues each context
+        for i in {first[i] for i in counted if i >= 0}:
+            parent = self._segments[i].parent
+            after.setdefault(first[parent] if parent >= 0 else -1, []).append(self._segments[i].ids)
+        return sum(_size(sorted(alternatives)) for alternatives in after.values())
 
     @property
     def context(self) -> tuple[Message, ...]:
@@ -373,6 +378,15 @@ def _first_alike(segments: Sequence[Segment]) -> list[int]:
         context = first[segment.parent] if segment.parent >= 0 else -1
         first.append(seen.setdefault((context, segment.ids), i))
     return first
+
+
+def _size(alternatives: Sequence[tuple[int, ...]]) -> int:
+    """Tokens of sequences in lexicographic order; where they begin alike, they count once."""
+    alike = 0
+    for one, other in pairwise(alternatives):
+        same = min(len(one), len(other))
+        alike += next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), same)
+    return sum(map(len, alternatives)) - alike
 
 
 def path_of(segments: Sequence[Segment], node: int) -> list[int]:

@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 from agentrl.agents.recorder import EpisodeRecording, Recorder
 from agentrl.chat.template import Renderer
 from agentrl.errors import EngineError
+from agentrl.learner.prefix_tree import tree_size
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.limits import EpisodeLimits
 from agentrl.serve.listen import running
@@ -63,9 +64,15 @@ class Recorded:
 
 @asynccontextmanager
 async def recorded(
-    renderer: Renderer, script: Any, *, delay_s: float = 0.0, temperature: float = 1.0, **limits: Any
+    renderer: Renderer,
+    script: Any,
+    *,
+    delay_s: float = 0.0,
+    temperature: float = 1.0,
+    max_context: int = 1 << 20,
+    **limits: Any,
 ) -> AsyncIterator[Recorded]:
-    engine = ScriptedEngine(renderer, script, tools=TOOLS, delay_s=delay_s)
+    engine = ScriptedEngine(renderer, script, tools=TOOLS, delay_s=delay_s, max_context=max_context)
     recorder = Recorder(engine, renderer, EpisodeLimits(**({"token_budget": 100_000} | limits)))
     async with running(recorder.app()) as address:
         one = Recorded(recorder, recorder.open(temperature=temperature, seed=1), address)
@@ -331,18 +338,61 @@ class TestDoors:
             assert one.recording.stop is StopReason.TOKEN_BUDGET
             assert one.recording.ledger.spent <= budget
 
-    async def test_conversations_at_the_same_time_share_the_token_budget(self, renderer: Renderer):
+    async def test_tools_that_several_conversations_are_offered_count_once(self, renderer: Renderer):
         async with recorded(renderer, lambda turn: say("hi")) as one:
-            await one.chat([USER])
+            for n in range(4):
+                await one.chat([{"role": "user", "content": f"{n}+2?"}])
+            rows = [row.ids for row in one.recording.ledger.rows()]
+            assert len(rows) == 4
+            assert one.recording.ledger.spent == tree_size(rows) < sum(map(len, rows)) / 2
+
+    async def test_conversations_at_the_same_time_share_the_token_budget(self, renderer: Renderer):
+        turns = [{"role": "user", "content": f"{n} tell me more " * 40} for n in range(9)]
+        async with recorded(renderer, lambda turn: say("hi")) as one:
+            await one.chat([turns[0]])
             size = one.recording.ledger.spent
         budget = 2 * size
         limits = {"token_budget": budget, "max_tokens": 9}
         async with recorded(renderer, lambda turn: say("hi"), delay_s=0.1, **limits) as one:
-            asked = [one.chat([{"role": "user", "content": f"{n}+2?"}]) for n in range(9)]
+            asked = [one.chat([turn]) for turn in turns]
             answers = await asyncio.gather(*asked, return_exceptions=True)
             assert sum(isinstance(answer, openai.BadRequestError) for answer in answers) > 3
             assert one.recording.num_turns > 1
             assert one.recording.ledger.spent <= budget
+
+    async def test_a_completion_is_not_cut_by_what_others_in_progress_do_not_use(self, renderer: Renderer):
+        words = "and so on " * 12
+        async with recorded(renderer, lambda turn: say(words)) as one:
+            answer = await one.chat([USER])
+        prompt, said = answer.usage.prompt_tokens, answer.usage.completion_tokens
+        limits = {"token_budget": 3 * prompt + 2 * (said + 50) + 20, "max_tokens": said + 50}
+        assert said > 40
+        async with recorded(renderer, lambda turn: say(words), delay_s=0.1, **limits) as one:
+            asked = [one.chat([{"role": "user", "content": f"{n}+2?"}]) for n in range(3)]
+            answers = await asyncio.gather(*asked)
+        assert [each.choices[0].finish_reason for each in answers] == ["stop"] * 3
+
+    @pytest.mark.parametrize(
+        ("limits", "ending"),
+        [
+            ({"max_tokens": 20}, StopReason.MAX_TOKENS),
+            ({"token_budget": 20}, StopReason.TOKEN_BUDGET),
+            ({"max_context": 20}, StopReason.CONTEXT_FULL),
+            ({}, StopReason.ANSWERED),
+        ],
+    )
+    async def test_the_limit_that_cuts_the_last_completion_is_named(
+        self, renderer: Renderer, limits: dict[str, int], ending: StopReason
+    ):
+        async with recorded(renderer, lambda turn: say("and so on " * 12)) as one:
+            prompt = (await one.chat([USER])).usage.prompt_tokens
+        limits = {name: most if name == "max_tokens" else prompt + most for name, most in limits.items()}
+        async with recorded(renderer, lambda turn: say("and so on " * 12), **limits) as one:
+            answer = await one.chat([USER])
+            assert (answer.choices[0].finish_reason == "stop") is (ending is StopReason.ANSWERED)
+            assert one.recording.ending is ending
+            (turn,) = one.recording.turns()
+            assert one.recording.ledger.messages[turn.place] is turn.message
 
     async def test_several_choices_are_refused(self, renderer: Renderer):
         async with recorded(renderer, [say("hi")]) as one:
