@@ -225,7 +225,7 @@ def make_smoke_model(target: Path, source: Path, corpus: Iterable[str], *, seed:
     import torch
     from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
-    from agentrl.models.model_config import NO_MODEL, any_config, auto_class, one_line, reads_images, refuse_class
+    from agentrl.models.model_config import NO_MODEL, auto_class, one_line, read_config, reads_images
     from agentrl.models.tiny import make_tokenizer
 
     if (source / "tokenizer.json").is_file():
@@ -238,8 +238,7 @@ def make_smoke_model(target: Path, source: Path, corpus: Iterable[str], *, seed:
     try:
         tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=False)
         if (source / "config.json").is_file():
-            shape = any_config(source, f"model.path {source}")
-            refuse_class(shape, f"model.path {source}")
+            shape = read_config(source, f"model.path {source}")
         else:
             shape = AutoConfig.for_model("qwen3_moe" if _EXPERTS.search(source.name) else "qwen3")
         text = shape.get_text_config()
@@ -266,6 +265,9 @@ def _shrink(shape: PretrainedConfig, vocabulary: int) -> None:
     if getattr(shape, "is_heterogeneous", False):
         shape.per_layer_config = {}  # Gemma 4 has larger heads in some layers
     _make_small(shape, SMALL)
+    heads, shared = (getattr(shape, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
+        shape.num_key_value_heads = heads
     if isinstance(getattr(shape, "kv_lora_rank", None), int):  # latent attention: a key for each query
         shape.num_key_value_heads, shape.head_dim = shape.num_attention_heads, shape.qk_rope_head_dim
     if isinstance(rope := getattr(shape, "rope_parameters", None), dict) and "mrope_section" in rope:

@@ -183,9 +183,12 @@ def test_what_a_model_lacks_or_has_smaller_stays(tmp_path: Path):
         ("qwen3_next", "num_experts", 0),
         ("gemma4_text", "hidden_size_per_layer_input", 0),
         ("llama", "num_key_value_heads", 1),
+        ("qwen3", "num_attention_heads", 3),
     ]:
-        AutoConfig.for_model(family, **{key: value}).save_pretrained(tmp_path / family)
+        heads = {"num_key_value_heads": 3} if value == 3 else {}
+        AutoConfig.for_model(family, **{key: value, **heads}).save_pretrained(tmp_path / family)
         make_smoke_model(tmp_path / "small", tmp_path / family, ["some text"])
+        load_policy(tmp_path / "small", torch.device("cpu"))
         assert json.loads((tmp_path / "small/config.json").read_text())[key] == value
 
 
@@ -201,6 +204,13 @@ def test_what_cannot_be_trained_or_made_is_one_error(tmp_path: Path):
     AutoConfig.for_model("qwen2_audio").save_pretrained(tmp_path / "audio")
     with pytest.raises(ConfigError, match="without a text decoder that agentrl can train"):
         make_smoke_model(tmp_path / "small", tmp_path / "audio", ["some text"])
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0] * 48, "rope_theta": 1e4}
+    AutoConfig.for_model("phi3", rope_parameters=rope).save_pretrained(tmp_path / "rope")
+    with pytest.raises(ConfigError, match="rotary embeddings of type 'longrope' change with"):
+        make_smoke_model(tmp_path / "small", tmp_path / "rope", ["some text"])
+    AutoConfig.for_model("qwen3", quantization_config={"quant_method": "fp8"}).save_pretrained(tmp_path / "fp8")
+    with pytest.raises(ConfigError, match=r"fp8: the weights are quantized \(fp8\)"):
+        make_smoke_model(tmp_path / "small", tmp_path / "fp8", ["some text"])
     AutoConfig.for_model("lfm2_moe").save_pretrained(tmp_path / "odd")  # without kinds of layers
     with pytest.raises(ConfigError, match="a tiny model of its architecture cannot be made: ") as caught:
         make_smoke_model(tmp_path / "small", tmp_path / "odd", ["some text"])
