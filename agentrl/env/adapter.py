@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar, TypeVar
@@ -12,6 +11,7 @@ from agentrl.config.schemes import SCHEMES, EnvScheme
 from agentrl.config.typed import check_types
 from agentrl.env.env import Env
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.extras import installed
 from agentrl.importing import load_object
 from agentrl.suggest import did_you_mean
 
@@ -67,7 +67,7 @@ def read_options(kind: type[O], given: Mapping[str, Any], where: str = "env.opti
 
 def missing_module(scheme: EnvScheme) -> str | None:
     """The first module of a scheme that is not installed."""
-    return next((module for module in scheme.modules if importlib.util.find_spec(module) is None), None)
+    return next((module for module in scheme.modules if not installed(module)), None)
 
 
 def load_adapter(name: str, rest: str, options: Mapping[str, Any]) -> type[Env]:

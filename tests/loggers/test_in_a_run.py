@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 from agentrl.config.loggers import LoggerConfig
 from agentrl.config.run import RunConfig
+from agentrl.config.schemes import SCHEMES
+from agentrl.env.adapter import missing_module
 from agentrl.errors import ConfigError
 from agentrl.extras import installed
 from agentrl.reporting.loggers.make import make_loggers
@@ -150,6 +153,7 @@ def test_a_folder_with_the_name_of_a_package_is_not_the_package(
     monkeypatch.syspath_prepend(str(tmp_path))
     assert find_spec("hollow") is not None
     assert not installed("hollow")
+    assert missing_module(replace(SCHEMES["gem"], modules=("json", "hollow"))) == "hollow"
     assert installed("json")
 
 
