@@ -359,8 +359,9 @@ async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -
         if not isinstance(cause, AgentRLError) and is_ours(env, "step"):
             raise
         if isinstance(cause, AgentRLError):
-            if not isinstance(cause, SandboxBroken | EnvError):
-                episode.turns.pop()  # the episode is played again
+            refused = isinstance(cause, TemplateError) and len(episode.turns) > 1  # the policy's text
+            if not refused and not isinstance(cause, SandboxBroken | EnvError):
+                episode.turns.pop()  # the episode is played again, or the run ends
             raise cause from (None if cause is e else e)
         raise EnvError(f"{type(env).__name__}.step: {error_text(cause)}\n{traceback_of(cause)}") from e
     finally:

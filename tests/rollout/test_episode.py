@@ -17,7 +17,7 @@ from agentrl.chat.transcript import Transcript, rows_of
 from agentrl.env import ToolEnv, reward, tool
 from agentrl.env.env import Env, StepInfo
 from agentrl.envs.calculator import Calculator
-from agentrl.errors import EngineError, InfraError, JudgeError, SandboxError
+from agentrl.errors import EngineError, InfraError, JudgeError, SandboxError, TemplateError
 from agentrl.learner.pack import packed_size
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.episode import Player, run_episode
@@ -295,6 +295,21 @@ class TestWhyItStops:
         first = episode.turns[0].tokens
         assert row.columns["turn"] == (0.0,) * first + (1.0,) * episode.turns[1].tokens
         assert (row.columns["reward"][first - 1], row.columns["reward"][-1]) == (0.5, 1.0)
+
+
+async def test_a_turn_whose_step_meets_a_template_that_refuses_its_text_is_recorded(renderer: Renderer):
+    class Refused(Scene):
+        async def step(self, message: Message) -> Any:
+            if message.content == "more":
+                raise TemplateError("refuses what `self.model` is asked")
+            return await super().step(message)
+
+    player = make_player(renderer, lambda: Refused(reward=0.5), [say("hi"), say("more")])
+    episode = await run_episode(player, PLAIN, episode_id="e", seed=0)
+    assert (episode.stop_reason, list(episode.faults)) == (StopReason.FAULT, ["template"])
+    assert [(turn.message.content, turn.reward) for turn in episode.turns] == [("hi", 0.5), ("more", 0.0)]
+    with pytest.raises(TemplateError):
+        await run_episode(make_player(renderer, Refused, [say("more")]), PLAIN, episode_id="e", seed=0)
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
