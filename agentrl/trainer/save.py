@@ -68,6 +68,7 @@ class Checkpoints:
                 raise
 
         self._saving = asyncio.get_running_loop().run_in_executor(self.disk_thread, finish)
+        self._saving.add_done_callback(_look)  # the run may end with another error, before it waits for this
         if not self.config.background:
             await self.saved()
 
@@ -80,6 +81,12 @@ class Checkpoints:
         saving, self._saving = self._saving, None
         if saving is not None:
             await saving
+
+
+def _look(saving: asyncio.Future[None]) -> None:
+    """Take note of the error, so that asyncio prints no traceback if nobody waits for it."""
+    if not saving.cancelled():
+        saving.exception()
 
 
 async def resume(learner: Learner, algorithm: Algorithm, directory: Path) -> None:
