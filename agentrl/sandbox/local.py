@@ -97,6 +97,8 @@ class LocalBackend:
         self._keeper: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._ready: asyncio.Future[dict[str, Any]] | None = None
+        self._is_open = False
+        self._replacing = asyncio.Lock()
         self._pending: dict[str, asyncio.Future[int]] = {}
         self._boxes: dict[str, LocalProcess] = {}
         self.controllers: frozenset[str] = frozenset()
@@ -130,9 +132,10 @@ class LocalBackend:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 said = await self._ready
         except TimeoutError:
-            await self.close()
+            await self._stop()
             raise SandboxUnavailable(f"the keeper did not answer within {OPEN_TIMEOUT_S:g} s") from None
         self.controllers, self.why_no_cgroup = frozenset(said["controllers"]), said["why_no_cgroup"]
+        self._is_open = True
 
     def _interpreter(self) -> str:
         """Return this program's interpreter, or the system's if the sandbox's user cannot read it."""
@@ -172,8 +175,8 @@ class LocalBackend:
 
     async def start(self, name: str) -> tuple[LocalProcess, StreamLink, str]:
         """Fork a sandbox; see contract.Backend."""
-        if self._control is None:
-            raise SandboxUnavailable("the keeper is not running")
+        await self._replace_keeper()
+        assert self._control is not None
         spec = self.spec
         order = {
             "op": "spawn", "box": name, "mode": self.name, "network": spec.network, "memory_mb": spec.memory_mb,
@@ -250,6 +253,16 @@ class LocalBackend:
         for name in list(self._boxes):
             self._end(name)
 
+    async def _replace_keeper(self) -> None:
+        """Start another keeper if the last one has ended, for example killed for the host's memory."""
+        async with self._replacing:
+            if self._control is not None:
+                return
+            if not self._is_open:
+                raise SandboxUnavailable("the keeper is not running")
+            await self._stop()
+            await self.open()
+
     def _last_words(self) -> str:
         if self._keeper is None or self._keeper.stderr is None:
             return ""
@@ -265,6 +278,11 @@ class LocalBackend:
 
     async def close(self) -> None:
         """Stop the keeper and every sandbox with it; idempotent."""
+        async with self._replacing:
+            self._is_open = False
+            await self._stop()
+
+    async def _stop(self) -> None:
         self._drop_control()
         keeper, self._keeper = self._keeper, None
         if keeper is not None:

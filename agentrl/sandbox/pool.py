@@ -98,7 +98,8 @@ class SandboxPool:
         self._refilling = 0
         self._count = 0
         self._failures = 0
-        self._retry_at = 0.0
+        self._retry_at = self._failed_at = 0.0
+        self._last_failure = ""
         self._counters = collections.Counter[str]()
         self._wait_s = 0.0
 
@@ -290,14 +291,16 @@ class SandboxPool:
 
     async def _create(self, *, awake: bool) -> Box:
         """Create a box, which already counts toward the total: ready to use if `awake`, else a single process."""
-        pause_s = self._retry_at - time.monotonic()
+        began = time.monotonic()
+        pause_s = self._retry_at - began
         try:
             if pause_s > 0:
                 raise SandboxUnavailable(
                     f"sandbox backend {self.spec.backend!r} failed {self._failures} times in a row; "
-                    f"next try in {pause_s:.1f} s"
+                    f"next try in {pause_s:.1f} s; the last failure: {self._last_failure}"
                 )
             async with self._creating:
+                began = time.monotonic()
                 box = self._new_box()
                 try:
                     await box.start()
@@ -310,14 +313,22 @@ class SandboxPool:
             self._total -= 1
             if isinstance(error, SandboxError) and pause_s <= 0:  # without a try, do not extend the pause
                 self._counters["create_failed"] += 1
-                self._failures += 1
-                if self._failures >= 3:
-                    self._retry_at = time.monotonic() + min(30.0, 0.5 * 2 ** (self._failures - 3))
+                self._fail(error, began)
             self._advance()
             raise
         self._failures = 0
         self._counters["created"] += 1
         return box
+
+    def _fail(self, error: SandboxError, began: float) -> None:
+        """Pause after several failures in a row. Those of boxes that were being created together, often with one
+        cause, count once."""
+        if began >= self._failed_at:
+            self._failed_at = time.monotonic()
+            self._failures += 1
+        self._last_failure = str(error)
+        if self._failures >= 3:
+            self._retry_at = time.monotonic() + min(30.0, 0.5 * 2 ** (self._failures - 3))
 
     def _refill(self) -> None:
         """Start creating enough boxes to restore `min_idle`."""

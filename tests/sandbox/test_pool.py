@@ -174,24 +174,70 @@ async def test_the_death_of_the_keeper_is_the_death_of_its_boxes() -> None:
         backend._keeper.kill()
         with pytest.raises(InfraError):
             await call
-        with pytest.raises(SandboxError):
-            await pool.acquire()
         await pool.release(box)
+
+
+async def test_another_keeper_takes_the_place_of_a_killed_one() -> None:
+    async with SandboxPool(Sandbox(), min_idle=0) as pool:
+        backend = pool._backend
+        assert isinstance(backend, LocalBackend)
+        for _ in range(2):
+            first = backend._keeper
+            await _kill_keeper(backend)
+            boxes = await asyncio.gather(*(pool.acquire() for _ in range(6)))
+            assert backend._keeper is not first
+            assert first.stderr.closed
+            for box in boxes:
+                assert (await box.run("echo back")).stdout == b"back\n"
+                await pool.release(box)
+        assert pool.metrics()["create_failed"] == 0
+        await _kill_keeper(backend)
+    with pytest.raises(SandboxUnavailable, match="the keeper is not running"):
+        await backend.start("late")
+
+
+async def test_boxes_that_fail_together_do_not_start_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A keeper that dies while it forks several boxes must not cost each episode all of its retries."""
+    async with SandboxPool(Sandbox(), min_idle=0, create_concurrency=8) as pool:
+        start, died = pool._backend.start, asyncio.Event()
+
+        async def dies(name: str) -> object:
+            await died.wait()
+            raise SandboxUnavailable("the keeper of the sandboxes is gone")
+
+        monkeypatch.setattr(pool._backend, "start", dies)
+        calls = [asyncio.create_task(pool.acquire()) for _ in range(8)]
+        await asyncio.sleep(0.05)
+        died.set()
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        assert [str(error) for error in found] == ["the keeper of the sandboxes is gone"] * 8
+        assert pool.metrics()["create_failed"] == 8
+        monkeypatch.setattr(pool._backend, "start", start)
+        await pool.release(await pool.acquire())
+
+
+async def _kill_keeper(backend: LocalBackend) -> None:
+    backend._keeper.kill()
+    while backend._control is not None:  # noqa: ASYNC110
+        await asyncio.sleep(0)
 
 
 async def test_a_failing_backend_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     async with SandboxPool(Sandbox(), min_idle=0) as pool:
         backend = pool._backend
         assert isinstance(backend, LocalBackend)
-        assert backend._keeper is not None
-        backend._keeper.kill()
-        await asyncio.to_thread(backend._keeper.wait)
+
+        async def fails() -> None:
+            raise SandboxUnavailable("the keeper could not be started")
+
+        monkeypatch.setattr(backend, "open", fails)
+        await _kill_keeper(backend)
         for _ in range(4):
             with pytest.raises(SandboxUnavailable):
                 await pool.acquire()
         asked: list[str] = []
         monkeypatch.setattr(backend, "start", asked.append)
-        with pytest.raises(SandboxUnavailable, match="in a row; next try in"):
+        with pytest.raises(SandboxUnavailable, match=r"next try in .* s; the last failure: the keeper could"):
             await pool.acquire()
         assert asked == []
 
