@@ -285,8 +285,7 @@ class RolloutConfig(Section):
     """Retries per episode after infrastructure failures before the run stops."""
     redrawn_stop_above: Annotated[Fraction | None, OnResume("free"), Advanced()] = 0.1
     """Stop the run if infrastructure failures exceed this fraction of the last 1,000 episodes, once there are 20
-    of
-    them: training would be biased toward the survivors. `null` never stops it."""
+    of them: training would be biased toward the survivors. `null` never stops it."""
     faults_stop_above: Annotated[Fraction | None, OnResume("free"), Advanced()] = 0.5
     """Stop the run if the same reward (or the env itself) raised in more than this fraction of the last 1,000
     episodes, once there are 20 of them; below it, such a reward counts as 0. `null` never stops it."""
