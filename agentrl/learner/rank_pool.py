@@ -47,6 +47,7 @@ class RankPool(Generic[Rank]):
     def __init__(self, ray: Any, model: str, make: MakeRank[Rank], size: int, *, gpus: bool) -> None:
         self._ray, self.model, self._make, self.size, self._gpus = ray, model, make, size, gpus
         self._workers: list[_Worker] = []
+        self._lost = ""  # which rank died, and in what
         each = {"GPU": 1, "CPU": 1} if gpus else {"CPU": 1}
         self.group: Any = import_module("ray.util").placement_group([each] * size, strategy="PACK")
 
@@ -88,7 +89,8 @@ class RankPool(Generic[Rank]):
     ) -> Callable[[], list[Result]]:
         """Call every rank, each with its own part; see `agentrl.learner.rank.Ranks`."""
         if not self._workers:
-            raise WorkerLost(f"the ranks of the {self.model} have ended; run the same command again to resume")
+            ended = f"the ranks of the {self.model} have ended; run the same command again to resume"
+            raise WorkerLost(self._lost or ended)  # nobody may have waited for the call that found them lost
         refs = []
         for worker, part in zip(self._workers, parts, strict=True):
             remote = worker.actor.call.options(concurrency_group="disk") if writes else worker.actor.call
@@ -142,10 +144,11 @@ class RankPool(Generic[Rank]):
         for rank, error in errors.items():
             if not isinstance(error, exceptions.RayTaskError):
                 reason = " ".join(str(error).split())
-                return WorkerLost(
+                self._lost = (
                     f"{self.model} rank {rank} of {self.size} ({workers[rank].place}) died in {what}: "
                     f"{reason[:400]}. No finished checkpoint is lost: run the same command again to resume"
                 )
+                return WorkerLost(self._lost)
         ours = [cause for cause in causes if isinstance(cause, AgentRLError)]
         return (ours or causes)[0]
 
