@@ -91,7 +91,7 @@ def any_config(directory: Path, where: str) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, StrictDataclassError) as e:
+    except (*NO_MODEL, OSError) as e:
         if "auto_map" in str(e) or "trust_remote_code" in str(e):
             raise ConfigError(
                 f"{where}: the model is not part of transformers and brings its own "

@@ -12,7 +12,7 @@ from agentrl.gpu import gpus_here
 from agentrl.learner.attention.kind import choose_attention
 from agentrl.preflight.estimate import Phase, Plan, PlanFinding, colocated, disk_free, own_devices, size
 from agentrl.preflight.machines import Machine
-from agentrl.trainer.room import branches, longest_episode, room_for
+from agentrl.trainer.room import longest_episode, room_for
 
 Rule = Callable[[RunConfig, Plan, bool], Iterator[PlanFinding]]
 BILLION = 1_000_000_000
@@ -79,7 +79,7 @@ def _relief(phase: Phase, name: str, config: RunConfig) -> str:
 def one_episode(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL02: an episode is larger than a micro-batch, which is never cut."""
     budget, room = longest_episode(config), config.learner.micro_batch_tokens
-    longest = budget if branches(config) else min(budget, plan.model.max_context)
+    longest = longest_episode(config, plan.model.max_context)
     if longest > room:
         text = f"an episode may have {budget:,} tokens, a micro-batch takes {room:,}"
         yield PlanFinding("PL02", "error", text, room_for(config, longest))
@@ -88,7 +88,7 @@ def one_episode(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFindin
 def context(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL03: episodes that the model's context cuts."""
     budget, limit = longest_episode(config), plan.model.max_context
-    if budget > limit and not branches(config):
+    if budget > longest_episode(config, limit):
         text = f"rollout.token_budget is {budget:,}, the model's context {limit:,}: episodes end there"
         yield PlanFinding("PL03", "warning", text, f"lower rollout.token_budget to {limit}, or take another model")
 

@@ -248,7 +248,7 @@ def make_smoke_model(target: Path, source: Path, corpus: Iterable[str], *, seed:
         if reads_images(shape):
             for part in (each for each in vars(shape).values() if isinstance(each, PretrainedConfig)):
                 if part is not text:
-                    _shrink_tower(part)
+                    _make_small(part, SMALL_TOWER)
         else:
             shape = text
         with torch.random.fork_rng(devices=[]):
@@ -268,6 +268,8 @@ def _shrink(shape: PretrainedConfig, vocabulary: int) -> None:
     heads, shared = (getattr(shape, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
         shape.num_key_value_heads = heads
+    if isinstance(inner := getattr(shape, "mamba_d_ssm", None), int):
+        shape.mamba_n_heads = inner // shape.mamba_d_head
     if isinstance(getattr(shape, "kv_lora_rank", None), int):  # latent attention: a key for each query
         shape.num_key_value_heads, shape.head_dim = shape.num_attention_heads, shape.qk_rope_head_dim
     if isinstance(rope := getattr(shape, "rope_parameters", None), dict) and "mrope_section" in rope:
@@ -280,18 +282,13 @@ def _shrink(shape: PretrainedConfig, vocabulary: int) -> None:
         shape.vocab_size_per_layer_input = vocabulary
 
 
-def _shrink_tower(shape: PretrainedConfig) -> None:
-    _make_small(shape, SMALL_TOWER)
-
-
 def _make_small(shape: PretrainedConfig, sizes: dict[str, Any]) -> None:
     """Set these sizes where they are larger, and keep some layers of each kind."""
     layers, few = getattr(shape, "num_hidden_layers", None), sizes["num_hidden_layers"]
     for key, value in list(vars(shape).items()):
         if isinstance(value, list) and value and (key == "layer_types" or len(value) == layers):
-            setattr(
-                shape, key, [sizes[key]] * few if isinstance(sizes.get(key), int) else _some_of_each(value, few)
-            )
+            size = sizes.get(key)
+            setattr(shape, key, [size] * few if isinstance(size, int) else _some_of_each(value, few))
     for key, size in sizes.items():
         found = getattr(shape, key, None)
         if isinstance(getattr(type(shape), key, None), property) or not isinstance(found, type(size)):

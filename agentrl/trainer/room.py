@@ -11,7 +11,7 @@ from agentrl.config.run import RunConfig
 def too_long(config: RunConfig) -> str:
     """The error if an episode, which is never cut, may be larger than a micro-batch; else empty."""
     budget, room = longest_episode(config), config.learner.micro_batch_tokens
-    if (budget if branches(config) else min(budget, _context(config) or budget)) <= room:
+    if longest_episode(config, _context(config)) <= room:
         return ""
     return (
         f"an episode may have {budget:,} tokens (rollout.token_budget), a micro-batch takes {room:,} "
@@ -20,15 +20,16 @@ def too_long(config: RunConfig) -> str:
     )
 
 
-def branches(config: RunConfig) -> bool:
-    """Whether an episode may have several contexts, and so more tokens than one."""
+def longest_episode(config: RunConfig, context: int | None = None) -> int:
+    """Maximum number of tokens of an episode, of whichever env.
+
+    Args:
+        context: what the model takes. It bounds an episode that cannot have several contexts.
+    """
     views = config.by_env.values()
-    return any(view.rollout.compact or view.model.history == "fork" or view.agent for view in views)
-
-
-def longest_episode(config: RunConfig) -> int:
-    """Maximum number of tokens of an episode, of whichever env."""
-    return max(view.rollout.token_budget for view in config.by_env.values())
+    budget = max(view.rollout.token_budget for view in views)
+    several = any(view.rollout.compact or view.model.history == "fork" or view.agent for view in views)
+    return budget if context is None or several else min(budget, context)
 
 
 def room_for(config: RunConfig, tokens: int) -> str:

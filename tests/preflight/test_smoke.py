@@ -152,6 +152,7 @@ def test_envs_that_have_their_own_evaluation_are_made_small(tmp_path: Path):
     ("family", "settings"),
     [
         ("exaone_moe", {}),  # dense and sparse layers by name
+        ("falcon_h1", {}),  # heads of states that are small already
         ("falcon_mamba", {}),  # kinds of layers that cannot be set
         ("gemma3n_text", {}),  # a width and a sparsity of each layer
         ("gemma4_text", {"num_kv_shared_layers": 20, "num_hidden_layers": 35}),  # larger heads in some layers
@@ -197,7 +198,8 @@ def test_rotations_of_images_fit_heads_that_rotate_in_part(tmp_path: Path):
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
     AutoConfig.for_model("glm4v_moe", text_config={"rope_parameters": rope}).save_pretrained(tmp_path)
     make_smoke_model(tmp_path / "small", tmp_path, ["some text"])
-    load_policy(tmp_path / "small", torch.device("cpu"))
+    text = load_policy(tmp_path / "small", torch.device("cpu")).config.get_text_config()
+    assert sum(text.rope_parameters["mrope_section"]) == text.hidden_size // text.num_attention_heads // 4
 
 
 def test_what_cannot_be_trained_or_made_is_one_error(tmp_path: Path):
