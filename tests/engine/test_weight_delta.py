@@ -105,6 +105,15 @@ def test_fingerprints_tell_single_bits_and_positions():
     assert fingerprint(parts) == fingerprint(tensor)
 
 
+@pytest.mark.parametrize("step", [4, 8, 99_996])
+def test_fingerprints_tell_the_highest_bits_of_several_words(step):
+    tensor = torch.arange(1, 100_001, dtype=torch.float32).to(torch.bfloat16)
+    other = tensor.clone()
+    other[3::step] *= -1  # every fourth number has its sign in the highest bit of 64
+    assert (other != tensor).sum() % 2 == 0
+    assert fingerprint(other) != fingerprint(tensor)
+
+
 class Server:
     """A server that holds a model."""
 

@@ -47,9 +47,11 @@ def fingerprint(tensor: Tensor) -> int:
     weights = _weights().to(words.device)
     for chunk in torch.split(words, _CHUNK * 64):
         full = chunk.numel() // _CHUNK * _CHUNK
+        # A product carries bits upward only: alone, the highest bits of two words would cancel each other.
+        chunk = (chunk >> 32).add_(chunk)
         # sums modulo 2**64: integers wrap in the same way everywhere
-        parts = (chunk[:full].view(-1, _CHUNK) * weights).sum(1).tolist()
-        parts.append(int((chunk[full:] * weights[: chunk.numel() - full]).sum()))
+        parts = chunk[:full].view(-1, _CHUNK).mul_(weights).sum(1).tolist()
+        parts.append(int(chunk[full:].mul_(weights[: chunk.numel() - full]).sum()))
         for part in parts:
             found = ((found ^ (part & _MASK)) * _ODD) & _MASK
     return found
