@@ -40,7 +40,7 @@ def plan(
         raise ConfigError("--gpus and --memory: give one of them; a card has its memory")
     if gpus is None and nodes > 1:
         raise ConfigError("--nodes has no effect without --gpus")
-    if memory_gib is not None and not 0 < memory_gib < float("inf"):
+    if memory_gib is not None and not 1 <= memory_gib * GIB < float("inf"):
         raise ConfigError(f"--memory {memory_gib:g}: give a positive number of GiB")
     given = None if memory_gib is None else int(memory_gib * GIB)
     machine = None if gpus is None else machine_of(gpus, nodes)

@@ -37,6 +37,7 @@ MODELS = {
     "0.6b": sizes(1024, 3072, 28, 16, tie_word_embeddings=True),
     "4b": sizes(2560, 9728, 36, 32, tie_word_embeddings=True),
     "8b": sizes(4096, 12288, 36, 32),
+    "one-head": sizes(4096, 12288, 36, 32, num_key_value_heads=1),
     "8b-131k": sizes(4096, 12288, 36, 32, max_position_embeddings=131072),
     "32b": sizes(5120, 25600, 64, 64),
     "30b-a3b": sizes(
@@ -331,7 +332,7 @@ def test_models_with_ranks_of_their_own_take_their_time(tmp_path: Path):
     assert ppo < 1.3 * shared, "the critic is a tenth of the policy's size"
 
 
-@pytest.mark.parametrize("size", ["nan", "inf", "0", "-5"])
+@pytest.mark.parametrize("size", ["nan", "inf", "0", "-5", "1e300", "1e-12"])
 def test_memory_that_nothing_has(size: str):
     result = CliRunner().invoke(app, ["plan", str(ROOT / "examples/calculator/tools.yaml"), f"--memory={size}"])
     assert "give a positive number of GiB" in str(result.exception)
