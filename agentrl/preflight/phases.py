@@ -127,10 +127,17 @@ def engine_cache(config: RunConfig, models: Models, memory: int | None, gpu: boo
         if not engine.on_servers:
             room = _local_room(config, models, memory, gpu)
         elif gpu:
-            split = engine.server.tensor_parallel
-            # More GPUs than heads of keys and values have copies.
-            room = _server_room(config, shape, memory) * min(split, shape.kv_heads) * engines(config)
+            room = _server_room(config, shape, memory) * cache_parts(config, shape) * engines(config)
     return Cache(per_token, wanted, room)
+
+
+def cache_parts(config: RunConfig, shape: ModelShape) -> int:
+    """Over how many GPUs of a server its cache is split; the others hold copies.
+
+    A GPU holds at least one head of keys and values, and compressed ones are not split at all.
+    """
+    heads = 1 if shape.latent and config.engine.on_servers else shape.kv_heads
+    return min(config.engine.server.tensor_parallel, heads)
 
 
 def _server_room(config: RunConfig, shape: ModelShape, memory: int) -> int:
@@ -188,12 +195,11 @@ def memory_phases(
 def _rollout(config: RunConfig, models: Models, cache: Cache, memory: int | None, gpu: bool) -> Phase:
     """Memory of one engine; where servers take turns with the learner, what it holds is counted too."""
     shape, engine = models.policy, config.engine
-    split = engine.server.tensor_parallel
     parts = {"weights": _server_weights(config, shape)}
     if gpu and engine.on_servers and not engine.server.urls and memory is not None:
         parts["KV cache"] = _server_room(config, shape, memory)  # it is taken, used or not
     else:
-        parts["KV cache"] = cache.used // engines(config) // min(split, shape.kv_heads)
+        parts["KV cache"] = cache.used // engines(config) // cache_parts(config, shape)
     if engine.server.sleep:
         parts |= {f"learner's {name}": number for name, number in _held(config, models).items()}
     where = HERE if not engine.on_servers else f"each {'GPU of a ' if gpu else ''}server"
@@ -273,10 +279,12 @@ def _computing(config: RunConfig, shape: ModelShape, *, backward: bool = True) -
     heads, shared = shape.heads_split(learner.sequence_ranks)
     more = (2 * (heads - shape.heads) + 2 * (shared - shape.kv_heads)) * shape.head_dim * each
     block = shape.activation_bytes_per_token(each) + more
-    kept = shape.layers * shape.hidden * each + block if learner.checkpoint_activations else shape.layers * block
+    inputs, again = (shape.hidden * each, block) if learner.checkpoint_activations else (block, 0)
     if not backward:
-        kept = block
-    if not (backward and learner.offload_activations):
+        inputs, again = 0, block
+    if learner.offload_activations:  # but not what the backward pass computes again
+        inputs = 0
+    if kept := shape.layers * inputs + again:
         parts["activations"] = learner.tokens_per_micro_batch * kept
     if learner.sequence_ranks > 1:  # queries, keys and values of a block, as they are sent and as they arrive
         parts["exchange"] = learner.tokens_per_micro_batch * 2 * (heads + 2 * shared) * shape.head_dim * each

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from agentrl.config.run import RunConfig
 from agentrl.preflight.estimate import Arithmetic, colocated
 from agentrl.preflight.machines import Machine
-from agentrl.preflight.phases import Cache, Models, engine_bytes, engines, trained_parameters
+from agentrl.preflight.phases import Cache, Models, cache_parts, engine_bytes, engines, trained_parameters
 from agentrl.preflight.shape import BFLOAT16, FLOAT32, ModelShape
 from agentrl.trainer.room import longest_episode
 
@@ -76,7 +76,8 @@ def _rollout(config: RunConfig, shape: ModelShape, batch: Arithmetic, cache: Cac
     if cache.room is not None:
         at_once = max(1, min(at_once, int(cache.room / number / per_episode)))
     waves = math.ceil(batch.episodes / number / at_once)
-    read = shape.touched(at_once) * each + at_once * per_episode
+    copies = split / cache_parts(config, shape)
+    read = shape.touched(at_once) * each + at_once * per_episode * copies
     by_memory = read / (card.bandwidth * DECODE_SHARE * split)
     by_operations = 2 * shape.active * at_once / (card.flops * PREFILL_SHARE * split)
     longest = FILLED * max(min(view.max_turns * view.max_tokens, view.token_budget) for view in views)

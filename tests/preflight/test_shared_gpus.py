@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from agentrl.config.load import load_config
 from agentrl.errors import ConfigError
 from agentrl.preflight.estimate import Plan
 from agentrl.preflight.machines import machine_of
+from agentrl.preflight.phases import cache_parts
 from agentrl.preflight.plan import make_plan
 from agentrl.preflight.shape import ModelShape
 from tests.preflight.test_machines import QWEN3, RECIPES, ROOT, folder, sizes
@@ -166,6 +168,26 @@ def test_what_is_kept_in_host_memory_takes_time(tmp_path: Path):
     assert update("learner.offload_activations=true") == update(), "as long as the operations take longer"
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_what_the_backward_pass_computes_again_is_not_offloaded(tmp_path: Path, again: bool):
+    settings = ("learner.offload_activations=true", f"learner.checkpoint_activations={str(again).lower()}")
+    found = plan(tmp_path, EIGHT, "8xH100", *settings).phases[1].parts
+    block = 2 * (6 * 4096 + (4 * 32 + 6 * 8) * 128 + 4 * 12288)
+    assert found.get("activations", 0) == (8192 * block if again else 0)
+
+
+@pytest.mark.parametrize("split", [1, 4])
+def test_every_gpu_of_a_server_reads_the_only_head_of_keys_and_values(tmp_path: Path, split: int):
+    which = ("qwen3-8b-8gpu", "one-head")
+    settings = (f"engine.server.tensor_parallel={split}", "engine.server.replicas=1")
+    found = plan(tmp_path, which, "8xH100", *settings)
+    assert found.prediction is not None
+    cache = 128 * 2048 * 2 * 36 * 128 * 2  # of 128 episodes, halfway to the 4096 tokens that they have in the end
+    each_reads = 2 * found.model.parameters / split + cache
+    step_s = each_reads / (0.6 * 3.35e12)
+    assert found.prediction.rollout == pytest.approx(512 / 128 * 4096 * step_s)
+
+
 @pytest.mark.parametrize("key", ["learner.device", "engine.device"])
 def test_the_cpu_is_no_gpu(tmp_path: Path, key: str):
     with pytest.raises(ConfigError, match=rf"{key} is cpu, so it uses no GPU of --gpus: set it to auto"):
@@ -259,6 +281,10 @@ def test_latent_attention_keeps_less_on_servers(tmp_path: Path):
     assert shape.kv_bytes_per_token(2) == 3 * 4 * (16 + 8 + 12) * 2
     assert shape.kv_bytes_per_token(2, latent=True) == 3 * (32 + 8) * 2
     assert shape.intermediate == 3 * 32
+    servers = ("engine.server.replicas=1", "engine.server.tensor_parallel=4")
+    config = load_config(ROOT / "configs/qwen3-8b-8gpu.yaml", [f"model.path={tmp_path}", *servers])
+    assert cache_parts(config, shape) == 1, "each GPU of a server keeps all of it"
+    assert cache_parts(config, replace(shape, latent=0)) == 4
 
 
 def test_attention_with_sinks_is_not_packed(tmp_path: Path):
