@@ -77,8 +77,8 @@ def open_learner(
                 "attention": attention,
                 "checkpoint_activations": checkpoint,
                 "tokens_per_micro_batch": tokens,
-                "logits_at_once": 2048 if device == "cuda" else 16,
                 "lora": LORA if lora else None,
+                **({} if device == "cuda" else {"logits_at_once": 16}),  # less than the default: rows are short
             }
         ),
         temperature=1.0,

@@ -73,6 +73,45 @@ def test_the_peak_is_that_of_the_updates_and_the_flops_those_of_the_card(bench, 
     args = argparse.Namespace(
         smoke=False, micro_batch_tokens=128, micro_batches=1, steps=1, attention="sdpa", peak_tflops=None
     )
-    cell = bench.measured("smoke", 64, False, args)
+    cell = bench.measured("smoke", 64, False, args, 128)
     assert done == ["opened", "reset", "read"]
     assert (cell["peak_gib"], bench.peak_tflops(args)) == (1.0, 835.0)
+
+
+def test_what_does_not_fit_is_computed_row_by_row(bench, monkeypatch, capsys):
+    tried: list[tuple[bool, int]] = []
+
+    def opened(folder: Path, *, tokens: int, lora: bool, **options: object) -> tuple[object, object]:
+        tried.append((lora, tokens))
+        if tokens > 64 or lora:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return open_learner(folder, tokens=tokens, lora=lora, **options)
+
+    open_learner = bench.open_learner
+    monkeypatch.setattr(bench, "open_learner", opened)
+    assert run(bench, monkeypatch, "--smoke") == 0
+    full, lora = (json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{"))
+    assert tried == [(False, 128), (False, 64), (True, 128), (True, 64)]
+    assert (full["micro_batch_tokens"], full["tokens"]) == (64, 256)
+    assert lora == {"shape": "smoke", "length": 64, "train": "lora", "fits": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", 835.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("AMD Instinct MI300X", None),
+    ],
+)
+def test_a_card_that_is_not_known_is_not_judged(bench, monkeypatch, capsys, tmp_path, name, peak):
+    cell = {"shape": "8B", "length": 8192, "train": "full", "mfu": None if peak is None else 0.55}
+    monkeypatch.setattr(bench, "cells", lambda args: [cell])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert run(bench, monkeypatch, "--out", str(tmp_path / "found.json")) == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (line["peak_tflops"], line["met"]) == (peak, "inconclusive" if peak is None else True)
