@@ -195,10 +195,11 @@ class RankWorker:
     def join(self, address: str, make: MakeRank[object], spec: LearnerSpec) -> None:
         """Meet the other ranks and load this one's shard. Raises ConfigError for a model that cannot be used."""
         from agentrl.learner.shard import World
-        from agentrl.models.device import pick_device
+        from agentrl.models.device import pick_device, use_device
 
         keep_freed_memory()
         device, sequence = pick_device(spec.config.device), spec.config.sequence_ranks
+        use_device(device)
         with self._port:
             self._world = World.join(self.rank, self.size, device, address, EXCHANGE_S, sequence)
         self._held = make(spec, self._world)

@@ -19,9 +19,10 @@ def pick_device(name: str) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """Have CUDA work on this device in this thread where no device is named, as in a `DeviceMesh`."""
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
+    """Have CUDA work on this device in this thread where no device is named, as in a `DeviceMesh`, which warns if
+    none was chosen."""
+    if device.type == "cuda":
+        torch.cuda.set_device(torch.cuda.current_device() if device.index is None else device)
 
 
 def release_gpu_memory() -> None:

@@ -446,9 +446,10 @@ def test_the_learners_device_is_that_of_every_thread_that_computes(
     assert used == [(threading.current_thread().name, "cpu"), ("agentrl-learner_0", "cpu")]
 
 
-def test_a_numbered_device_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch):
-    chosen: list[torch.device] = []
+def test_a_device_with_or_without_number_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch):
+    chosen: list[torch.device | int] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     for name in ("cpu", "cuda", "cuda:1"):
         use_device(torch.device(name))
-    assert chosen == [torch.device("cuda:1")]
+    assert chosen == [2, torch.device("cuda:1")], "a DeviceMesh warns where no device was chosen"
