@@ -146,6 +146,11 @@ class EngineConfig(Section):
                 "sync: delta has no effect with dtype: float32, in which nearly every weight changes in each "
                 "step: use bfloat16 or another sync"
             )
+        if sync == "delta" and server.full_every == 1:
+            raise ValueError(
+                "sync: delta has no effect with server.full_every: 1, which sends all weights at every update: "
+                "raise it, or use another sync"
+            )
         if sync in ("lora", "delta") and self.server.sleep:
             what = "the adapter" if sync == "lora" else "what changed"
             raise ValueError(

@@ -201,6 +201,7 @@ async def test_all_weights_are_sent_at_every_nth_update():
     [
         ({"kind": "sglang", "sync": "delta", "dtype": "float32"}, "no effect with dtype: float32"),
         ({"kind": "sglang", "sync": "delta", "server": ServerConfig(sleep=True)}, "needs the full weights again"),
+        ({"kind": "sglang", "sync": "delta", "server": ServerConfig(full_every=1)}, "server.full_every: 1, which"),
     ],
 )
 def test_where_it_has_no_effect_it_is_refused(options, said):
