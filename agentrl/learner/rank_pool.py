@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 Made_co = TypeVar("Made_co", covariant=True)
 
-START_S, GRACE_S, EXCHANGE_S = 300.0, 15.0, 1800.0
-"""Wait for the cluster to have room; for the other ranks once one has failed; for the slowest rank to meet."""
+START_S, NEAR_S, GRACE_S, EXCHANGE_S = 300.0, 10.0, 15.0, 1800.0
+"""Wait for the cluster to have room; for the node of this process to have some; for the other ranks once one has
+failed; for the slowest rank to meet."""
 
 
 class MakeRank(Protocol[Made_co]):
@@ -42,14 +43,34 @@ class RankPool(Generic[Rank]):
         make: makes the rank inside its worker.
         size: how many ranks.
         gpus: whether each has a GPU.
+        near: take the GPUs of this process's node first, if they are free. Rank 0 sends this process whole
+            weights. It broadcasts them to servers from the node's first GPU, and NCCL refuses to form a group in
+            which a server has this GPU, too: Ray gives the first ones to whoever asks first.
     """
 
-    def __init__(self, ray: Any, model: str, make: MakeRank[Rank], size: int, *, gpus: bool) -> None:
+    def __init__(
+        self, ray: Any, model: str, make: MakeRank[Rank], size: int, *, gpus: bool, near: bool = False
+    ) -> None:
         self._ray, self.model, self._make, self.size, self._gpus = ray, model, make, size, gpus
         self._workers: list[_Worker] = []
         self._lost = ""  # which rank died, and in what
         each = {"GPU": 1, "CPU": 1} if gpus else {"CPU": 1}
-        self.group: Any = import_module("ray.util").placement_group([each] * size, strategy="PACK")
+        here = self._here() if near and gpus else []
+        self.group: Any = self._reserve([each | one for one in here] + [each] * (size - len(here)))
+        if here and not self.group.wait(NEAR_S):  # others hold what is here
+            import_module("ray.util").remove_placement_group(self.group)
+            self.group = self._reserve([each] * size)
+
+    @staticmethod
+    def _reserve(bundles: Sequence[Mapping[str, float]]) -> Any:
+        return import_module("ray.util").placement_group([dict(one) for one in bundles], strategy="PACK")
+
+    def _here(self) -> list[dict[str, float]]:
+        """What puts ranks on this process's node, one of them on each GPU that it has."""
+        own = self._ray.get_runtime_context().get_node_id()
+        node = next(node for node in self._ray.nodes() if node["NodeID"] == own)
+        count = min(self.size, int(node["Resources"].get("GPU", 0)))
+        return [{f"node:{node['NodeManagerAddress']}": 0.001} for _ in range(count)]
 
     def launch(self) -> None:
         """Start the workers once the cluster has room for them, on as few nodes as possible.

@@ -52,7 +52,7 @@ def ray_learner(spec: LearnerSpec) -> Learner:
         def pool(name: str, make: MakeRank[Rank]) -> RankPool[Rank] | None:
             if name not in sizes:
                 return None
-            made = RankPool(ray, name, make, sizes[name], gpus=gpus)
+            made = RankPool(ray, name, make, sizes[name], gpus=gpus, near=name == "learner")
             stack.callback(made.close)
             return made
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -118,6 +119,37 @@ def two_nodes(folder: Path) -> dict[str, object]:
         cluster.shutdown()
 
 
+def near(folder: Path) -> dict[str, object]:
+    """Where ranks with GPUs are placed on two nodes with room for them all."""
+    ray, said = import_ray("the test"), []
+    ray.shutdown()
+    node = {"num_cpus": 4, "num_gpus": 4}
+    cluster = import_module("ray.cluster_utils").Cluster(initialize_head=True, head_node_args=node)
+    try:
+        cluster.add_node(node_ip_address="127.0.0.2", **node)
+        cluster.wait_for_nodes()
+        connect(ray, cluster.address, cpus=1)
+        pools.NEAR_S = 3.0
+        for _ in range(6):
+            pool = RankPool(ray, "learner", RankWorker, 3, gpus=True, near=True)
+            said.append(nodes_of(pool))
+            pool.close()
+            while ray.available_resources().get("GPU", 0) < 8:
+                time.sleep(0.2)
+        head = ray.get_runtime_context().get_node_id()
+        here = [RankPool(ray, "learner", RankWorker, size, gpus=True, near=True) for size in (3, 3)]
+        return {"head": head, "free": said, "taken": [nodes_of(pool) for pool in here]}
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def nodes_of(pool: RankPool) -> list[str]:
+    """The nodes on which it has a place."""
+    assert pool.group.wait(30)
+    return sorted(set(import_module("ray.util").placement_group_table(pool.group)["bundles_to_node_id"].values()))
+
+
 def not_packed(folder: Path) -> Path:
     """The folder, with a policy whose rows are computed apart."""
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -160,9 +192,7 @@ def handed_over(saved: Path, folder: Path, ranks: int, critic: CriticConfig | No
     one.close()
     many = make(ranks, saved / "one")
     many.load_optimizer(saved / "one")
-    nodes = (
-        import_module("ray.util").placement_group_table(many.learner._policy.group)["bundles_to_node_id"].values()
-    )
+    nodes = nodes_of(many.learner._policy)
     handed = take(many, 2, 4)
     many.save(saved / "many")
     many.close()
@@ -171,7 +201,7 @@ def handed_over(saved: Path, folder: Path, ranks: int, critic: CriticConfig | No
     handed += take(again, 4, 5)
     apart = max(float((again.weights()[name] - value).abs().max()) for name, value in weights.items())
     again.close()
-    return {"wanted": whole[2:], "found": handed, "gap": apart, "nodes": len(set(nodes))}
+    return {"wanted": whole[2:], "found": handed, "gap": apart, "nodes": len(nodes)}
 
 
 def apart(folder: Path) -> dict[str, object]:
@@ -324,12 +354,13 @@ def no_cluster(folder: Path) -> str:
 
 def main(folder: Path, scenarios: list[str]) -> dict[str, dict[str, object]]:
     """Run the scenarios in order, each with new models; `apart` starts the cluster that `same_curve` uses."""
+    known = {"apart": apart, "same_curve": same_curve, "two_nodes": two_nodes, "near": near}
     found = {}
     for scenario in scenarios:
         own = folder / scenario
         write_model(own / "policy", seed=0)
         write_model(own / "reference", seed=1)
-        found[scenario] = {"apart": apart, "same_curve": same_curve, "two_nodes": two_nodes}[scenario](own)
+        found[scenario] = known[scenario](own)
     return found
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 def scenarios(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     script, folder = Path(__file__).parent / "ranks_program.py", tmp_path_factory.mktemp("ranks")
     done = subprocess.run(
-        [sys.executable, str(script), str(folder), "apart", "same_curve", "two_nodes"],
+        [sys.executable, str(script), str(folder), "apart", "same_curve", "two_nodes", "near"],
         capture_output=True,
         text=True,
         timeout=1500,
@@ -125,3 +125,13 @@ def test_bad_input_is_one_error(apart: dict[str, Any]):
     assert offload.startswith("ConfigError: learner.cpu_offload has no effect on the CPU")
     assert nowhere.startswith("ConfigError: learner rank 0 on ")
     assert "sees no model in" in nowhere
+
+
+@pytest.mark.timeout(1600)
+def test_the_learner_is_near_the_run_if_there_is_a_gpu(scenarios: dict[str, dict[str, Any]]):
+    """NCCL refuses a group with a GPU twice: no server may have the first one, from which the run broadcasts."""
+    found = scenarios["near"]
+    assert found["free"] == [[found["head"]]] * 6
+    first, second = found["taken"]
+    assert (first, len(second)) == ([found["head"]], 1)
+    assert second != first, "the second does not fit there, and is not torn apart"
