@@ -368,10 +368,24 @@ def _shared_gpus(config: RunConfig, machine: Machine) -> Iterator[PlanFinding]:
     if config.ray is None and ranks > machine.gpus:
         text = f"the ranks need {ranks} GPUs, and without `ray` they are on one node, which has {machine.gpus}"
         yield PlanFinding("PL17", "error", text, "name the cluster in `ray`, or lower learner.ranks")
-    if not engine.on_servers or server.urls or server.launch == "ray":
+    if engine.on_servers and not server.urls:
+        yield from _servers_on_the_learners(config, machine)
+
+
+def _servers_on_the_learners(config: RunConfig, machine: Machine) -> Iterator[PlanFinding]:
+    """Servers that the run starts on GPUs that the learner has, or that are not there."""
+    learner, engine, server = config.learner, config.engine, config.engine.server
+    own, number = int(learner.device.partition(":")[2] or 0), server.replicas * server.tensor_parallel
+    if server.launch == "ray":
+        if not (config.learner_on_ray or server.sleep) and own < number:  # Ray gives the first ones first
+            text = f"the learner is on cuda:{own} of the run's node, which Ray may also give to a server"
+            fix = (
+                f"set engine.server.launch to process and engine.device to cuda:{own + 1}, or raise learner.ranks"
+            )
+            yield PlanFinding("PL17", "error", text, fix)
         return
     first = int(engine.device.partition(":")[2] or 0)
-    served = range(first, first + server.replicas * server.tensor_parallel)
+    served = range(first, first + number)
     if served[-1] >= machine.gpus:
         text = f"servers start on GPUs {served[0]} to {served[-1]} of the run's node, which has {machine.gpus}"
         fix = "set engine.server.launch to ray, or lower engine.server.replicas"
@@ -381,7 +395,7 @@ def _shared_gpus(config: RunConfig, machine: Machine) -> Iterator[PlanFinding]:
     elif config.learner_on_ray:
         text = f"servers start on GPUs {served[0]} to {served[-1]}, which Ray may also give to the learner's ranks"
         yield PlanFinding("PL17", "error", text, "set engine.server.launch to ray")
-    elif (own := int(learner.device.partition(":")[2] or 0)) in served:
+    elif own in served:
         text = f"the learner and a server are both on cuda:{own}"
         fix = f"set engine.device to cuda:{own + 1}, or engine.server.sleep so that they take turns"
         yield PlanFinding("PL17", "error", text, fix)

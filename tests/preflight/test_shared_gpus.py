@@ -188,6 +188,25 @@ def test_every_gpu_of_a_server_reads_the_only_head_of_keys_and_values(tmp_path: 
     assert found.prediction.rollout == pytest.approx(512 / 128 * 4096 * step_s)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "settings", "said"),
+    [
+        ("2xH100", [], ["the learner is on cuda:0 of the run's node, which Ray may also give to a server"]),
+        ("2xH100", ["learner.device=cuda:1"], []),
+        ("8xH100", ["learner.device=cuda:1", "engine.server.replicas=7"], ["the learner is on cuda:1"]),
+        ("2xH100", ["algorithm.kl.coef=0.01", "learner.reference_ranks=1"], []),
+    ],
+)
+def test_ray_does_not_know_which_gpu_the_process_of_the_run_has(
+    tmp_path: Path, gpus: str, settings: list[str], said: list[str]
+):
+    given = ("engine.server.launch=ray", "engine.device=auto", "learner.device=auto")
+    found = plan(tmp_path, ("qwen3-0.6b-sglang", "0.6b"), gpus, *given, *settings)
+    texts = [f.text for f in found.findings if f.code == "PL17" and "Ray may also" in f.text]
+    assert len(texts) == len(said)
+    assert all(text.startswith(start) for text, start in zip(texts, said, strict=True))
+
+
 @pytest.mark.parametrize("key", ["learner.device", "engine.device"])
 def test_the_cpu_is_no_gpu(tmp_path: Path, key: str):
     with pytest.raises(ConfigError, match=rf"{key} is cpu, so it uses no GPU of --gpus: set it to auto"):
