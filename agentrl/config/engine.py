@@ -157,6 +157,11 @@ class EngineConfig(Section):
                 f"sync: {sync} sends only {what}, but a server that slept needs the full weights again: use "
                 "another sync, or leave server.sleep out"
             )
+        if sync == "broadcast" and self.server.sleep and self.device != "cpu":
+            raise ValueError(
+                "sync: broadcast needs servers on other GPUs than the learner's, since NCCL refuses a group that "
+                "has a GPU twice, and server.sleep is for servers on the same: use sync tensor or disk"
+            )
         by_handle = self.kind == "sglang" and sync in ("tensor", "delta")
         if by_handle and self.server.urls and self.device.startswith("cuda"):
             raise ValueError(

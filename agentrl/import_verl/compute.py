@@ -233,7 +233,7 @@ def _sync(found: Imported, name: str) -> None:
         f"{ROLLOUT}checkpoint_engine.backend",
         f"{ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes",
     )
-    if found.text(backend) == "nccl" and name == "sglang":
+    if found.text(backend) == "nccl" and name == "sglang" and not found.get("engine.server.sleep"):
         found.set("engine.sync", "broadcast")
     elif found.text(backend) not in ("naive", "nccl"):
         found.say(backend, "by hand", "engine.sync is auto, disk, tensor, broadcast or lora")

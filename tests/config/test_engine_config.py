@@ -45,6 +45,7 @@ URLS = ["http://127.0.0.1:1"]
         ({"sync": "lora"}, "sync has no effect unless kind is sglang or vllm"),
         ({"kind": "sglang", "sync": "lora", "server": {"bucket_mb": 1}}, "bucket_mb has no effect"),
         ({"kind": "sglang", "sync": "lora", "server": {"sleep": True}}, "sync: lora sends only the adapter"),
+        ({"kind": "sglang", "sync": "broadcast", "server": {"sleep": True}}, "needs servers on other GPUs"),
         ({"device": "cpu", "cuda_graphs": "off"}, "cuda_graphs has no effect while device is cpu"),
         ({"kind": "vllm", "cuda_graphs": "off"}, r"cuda_graphs has no effect unless kind is local \(it is vllm\)"),
     ],

@@ -456,6 +456,16 @@ def test_settings_that_do_not_fit_together_are_left_out_too(tmp_path):
     assert "left out" in notes_of(found)["optim.warmup_steps"].text
 
 
+@pytest.mark.parametrize(("share", "sync"), [(True, None), (False, "broadcast")])
+def test_servers_on_the_learners_gpus_get_no_broadcast(tmp_path, share, sync):
+    names = ("rollout__name", "rollout__free_cache_engine", "rollout__checkpoint_engine__backend")
+    values = ("sglang", share, "nccl")
+    keys = {f"actor_rollout_ref__{name}": value for name, value in zip(names, values, strict=True)}
+    found = imported(tmp_path, **keys)
+    assert (found.get("engine.server.sleep") is True, found.get("engine.sync")) == (share, sync)
+    assert "engine.server.sleep" not in notes_of(found)
+
+
 @pytest.mark.parametrize("value", [[1, "a"], "$X", True, -1, 0.5, ""])
 @pytest.mark.parametrize(
     "key",

@@ -135,7 +135,7 @@ def test_the_cache_of_the_local_engine_is_half_of_what_is_free(tmp_path: Path):
 
 def test_ranks_wait_for_slow_links(tmp_path: Path):
     wide = (
-        *("learner.ranks=16", "engine.server.sleep=true", "rollout.max_staleness=0"),
+        *("learner.ranks=16", "engine.server.sleep=true", "engine.sync=tensor", "rollout.max_staleness=0"),
         *("engine.server.gpu_memory_utilization=0.5", "engine.server.replicas=8"),
     )
 
