@@ -85,8 +85,9 @@ def _of_engine(config: RunConfig) -> Iterator[Knob]:
             larger = {"engine.server.gpu_memory_utilization": round(share + more, 2)}
             yield Knob(larger, "larger caches, so more episodes at once")
     for way in SERVERS[engine.kind]:
-        if way not in (engine.resolved_sync, "lora"):
-            yield Knob({"engine.sync": way}, "another way for the weights")
+        if way != engine.resolved_sync:
+            how = "send the adapter only" if way == "lora" else "another way for the weights"
+            yield Knob({"engine.sync": way}, how)
 
 
 def _set(data: dict[str, Any], key: str, value: object) -> None:

@@ -219,6 +219,8 @@ def test_names_of_machines():
     assert str(machine_of("8XH100")) == "8 x H100-80GB"
     assert str(machine_of("8xh100", 2)) == "2 nodes of 8 x H100-80GB"
     assert machine_of("H200-141GB").total == 1
+    assert machine_of("2xRTX-4090") == machine_of("2xRTX4090")
+    assert machine_of("RTX_6000-Ada").name == "RTX6000Ada"
     for wrong in (["--nodes", "2"], ["--gpus", "H100", "--memory", "80"]):
         result = CliRunner().invoke(app, ["plan", str(ROOT / "examples/calculator/tools.yaml"), *wrong])
         assert result.exit_code != 0
@@ -284,6 +286,13 @@ def test_what_changed_is_sent_sooner_than_everything(tmp_path: Path):
         planned(*arguments, f"engine.sync={sync}")["prediction"]["publish"] for sync in ("delta", "tensor")
     )
     assert delta < whole < 60
+
+
+def test_sending_only_the_adapter_is_suggested(tmp_path: Path):
+    whole = planned(tmp_path, "qwen3-32b-lora-8gpu", "32b", "8xH100", "engine.sync=tensor")
+    assert whole["saves_most"]["values"] == {"engine.sync": "lora"}
+    adapter = planned(tmp_path, "qwen3-32b-lora-8gpu", "32b", "8xH100")
+    assert whole["saves_most"]["seconds"] == pytest.approx(adapter["prediction"]["together"])
 
 
 def test_vllm_gets_tensors_by_value(tmp_path: Path):
