@@ -3,7 +3,7 @@
 A server's answers, including errors, are observations. A server that is unreachable at the start of an episode is
 an infrastructure failure. A later crash may be caused by the policy's calls: if a new session can be opened, the
 lost session and every later call are observations; otherwise the server is down, which is an infrastructure
-failure.
+failure. So is a server at a `url` that answers neither a call in time nor anything else.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import logging
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -90,6 +91,19 @@ class _Listed:
     name: str
     description: str
     parameters: Mapping[str, object]
+
+
+_READERS = ("mcp.client.stdio", "mcp.client.streamable_http")
+"""The SDK's loggers of lines and answers that are no messages."""
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """What a server writes is no fault of this program, so one line says it."""
+    if record.exc_info and record.exc_info[1] is not None:
+        said = " ".join(error_text(record.exc_info[1]).split())
+        record.msg, record.args = "mcp: %s: %s", (record.getMessage(), said[:300])
+        record.exc_info = None
+    return True
 
 
 _listings: dict[McpServer, tuple[_Listed, ...]] = {}
@@ -184,7 +198,10 @@ class McpConnection:
             args=list(self.server.command[1:]),
             env=dict(self.server.env) or None,
             cwd=self.server.cwd or None,
+            encoding_error_handler="replace",  # the SDK stops reading at what is not UTF-8 and reports nothing
         )
+        for name in _READERS:
+            logging.getLogger(name).addFilter(_without_traceback)
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._done = asyncio.Event()
         async with _starting() if self.server.command else contextlib.nullcontext():
@@ -193,6 +210,7 @@ class McpConnection:
                 {ready, self._holder}, timeout=self.server.connect_timeout_s, return_when="FIRST_COMPLETED"
             )
         if not ready.done():
+            self._holder.cancel()  # nothing is open that could end in an orderly way
             await self.close()
             raise InfraError(f"mcp: {self.server.where}: no answer after {self.server.connect_timeout_s:g} s")
         try:
@@ -218,28 +236,32 @@ class McpConnection:
 
         Raises:
             ToolError: the tool reported an error.
-            CallTimeout: no answer in time.
+            CallTimeout: no answer in time, from a server that is up.
             InfraError: the server is down: not even a new session can be opened.
         """
         if self._gone:
             raise ToolError(self._gone)
         if self._client is None or self._holder is None or self._holder.done():
-            await self._lost("before", name)
+            await self._lost("died before", name)
         client, holder = self.client, self._holder
         assert holder is not None
         asked = asyncio.ensure_future(within(client.call_tool(name, arguments), timeout_s))
         try:
             await asyncio.wait({asked, holder}, return_when="FIRST_COMPLETED")
             if not asked.done():
-                await self._lost("during", name)
+                await self._lost("died during", name)
             result = asked.result()
-        except (CallTimeout, InfraError, ToolError, asyncio.CancelledError):
+        except CallTimeout:
+            if self.server.url and not await self._alive():
+                await self._check_up("hung during", name)
+            raise
+        except (InfraError, ToolError, asyncio.CancelledError):
             raise
         except Exception as e:
             if await self._alive():
                 raise ToolError(hide_credentials(error_text(_first(e)))) from e
             self._client = None
-            await self._lost("during", name)
+            await self._lost("died during", name)
         finally:
             if not asked.done():
                 asked.cancel()
@@ -253,25 +275,28 @@ class McpConnection:
             )
         return content
 
-    async def _lost(self, when: str, name: str) -> NoReturn:
+    async def _lost(self, how: str, name: str) -> NoReturn:
         """Handle a lost session. Raises ToolError if the server accepts a new one, InfraError otherwise."""
+        await self._check_up(how, name)
+        when = how.removeprefix("died ")
+        self._gone = f"the tool server's session ended {when} the call of {name} and answers no more calls"
+        raise ToolError(self._gone)
+
+    async def _check_up(self, how: str, name: str) -> None:
+        """Raises InfraError if the server accepts no new session."""
         fresh = McpConnection(self.server)
         try:
             await fresh.open()
         except InfraError as e:
             said = str(e).removeprefix(f"mcp: {self.server.where}: ")
-            raise InfraError(
-                f"mcp: {self.server.where}: the server died {when} {name}, and is down: {said}"
-            ) from e
+            raise InfraError(f"mcp: {self.server.where}: the server {how} {name}, and is down: {said}") from e
         finally:
             await fresh.close()
-        self._gone = f"the tool server's session ended {when} the call of {name} and answers no more calls"
-        raise ToolError(self._gone)
 
     async def _alive(self) -> bool:
         """Whether the server still answers: a failed request does not mean that the session is lost."""
         try:
-            await within(self.client.list_tools(), 5.0)
+            await within(self.client.list_tools(), min(5.0, self.server.connect_timeout_s))
         except Exception:
             return False
         return True

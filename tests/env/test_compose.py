@@ -1,7 +1,9 @@
 import asyncio
+import contextlib
 import functools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -455,6 +457,50 @@ def test_an_mcp_server_that_does_not_start_is_named():
 
 async def test_mcp_over_http():
     pytest.importorskip("mcp")
+    async with http_server() as (url, _):
+        env = ComposedEnv(tools=[{"mcp": {"url": url, "include": ["add"]}}])
+        episode: Episode = await play(
+            env, Task("t", {"prompt": "x"}), ScriptedPolicy([call("add", amount=5), "end"])
+        )
+        assert episode.turns[0].calls[0].result == "5"
+
+
+async def test_an_mcp_server_that_hangs_for_everyone_is_infrastructure():
+    pytest.importorskip("mcp")
+    async with http_server() as (url, server):
+        env = ComposedEnv(tools=[{"mcp": {"url": url, "call_timeout_s": 1.0, "connect_timeout_s": 2.0}}])
+        await env.reset(Task("t", {"prompt": "x"}))
+        (said,), *_ = await env.step(call("hang"))
+        assert "hang timed out" in said.content, "the server answers other requests: the policy's call is slow"
+        server.send_signal(signal.SIGSTOP)
+        with pytest.raises(InfraError, match="the server hung during add, and is down: no answer after 2 s"):
+            await env.step(call("add"))
+        server.send_signal(signal.SIGCONT)
+        await env.close()
+
+
+async def test_what_an_mcp_server_prints_ends_no_session_and_is_one_line(tmp_path, caplog):
+    pytest.importorskip("mcp")
+    script = tmp_path / "server.py"
+    before = "count += amount"
+    printing = f"{before}\n    import os\n    os.write(out, b'adding \\xff\\n')"
+    text = SERVER.read_text().replace(before, printing).replace("import os", "import os\nout = os.dup(1)", 1)
+    script.write_text(text)
+    env = ComposedEnv(tools=[{"mcp": {"command": [sys.executable, str(script)], "call_timeout_s": 20.0}}])
+    await env.reset(Task("t", {"prompt": "x"}))
+    for count in ("1", "2"):
+        (said,), *_ = await env.step(call("add"))
+        assert said.content == count
+    await env.close()
+    records = [r for r in caplog.records if r.name == "mcp.client.stdio"]
+    assert len(records) == 2
+    for record in records:
+        assert "input_value='adding \ufffd'" in record.getMessage()
+        assert record.exc_info is None
+
+
+@contextlib.asynccontextmanager
+async def http_server():
     with reserved_port() as port:
         server = await asyncio.create_subprocess_exec(
             sys.executable, str(SERVER), str(port), stderr=subprocess.DEVNULL
@@ -467,13 +513,9 @@ async def test_mcp_over_http():
                     break
                 except OSError:
                     await asyncio.sleep(0.05)
-            env = ComposedEnv(tools=[{"mcp": {"url": f"http://127.0.0.1:{port}/mcp", "include": ["add"]}}])
-            episode: Episode = await play(
-                env, Task("t", {"prompt": "x"}), ScriptedPolicy([call("add", amount=5), "end"])
-            )
-            assert episode.turns[0].calls[0].result == "5"
+            yield f"http://127.0.0.1:{port}/mcp", server
         finally:
-            server.terminate()
+            server.kill()
             await server.wait()
 
 
