@@ -296,7 +296,9 @@ class MessageReader:
         if isinstance(event, Fragment):
             return [ArgumentsDelta(len(self._said.calls) - 1, event.text)]
         if isinstance(event, Malformed):
-            self._unsettled -= bool(self._unsettled)
+            if self._unsettled:
+                self._unsettled -= 1
+                self._called = self._one_call  # the client has it
             return []
         return self._whole(event)
 

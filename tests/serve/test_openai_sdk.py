@@ -78,6 +78,27 @@ async def test_streamed_arguments_come_in_fragments_and_join_to_the_plain_answer
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+async def test_a_malformed_call_is_the_only_one_where_one_is_allowed(renderer: Renderer, stream: bool):
+    good, bad = ('{"name": "add", "arguments": {"a": ' + a + ', "b": 2}}' for a in ("1", ""))
+    script = ["\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in (bad, good))]
+    asked: dict[str, Any] = {"model": "tiny", "messages": ASKED, "tools": TOOLS, "parallel_tool_calls": False}
+    async with (
+        serving(ScriptedEngine(renderer, script, tools=TOOLS), renderer) as served,
+        client(served.base_url) as sdk,
+    ):
+        if stream:
+            chunks = [chunk async for chunk in await sdk.chat.completions.create(**asked, stream=True)]
+            pieces = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+            assert {call.index for call in pieces} == {0}
+            written = "".join(call.function.arguments for call in pieces)
+        else:
+            completion = await sdk.chat.completions.create(**asked)
+            (one,) = completion.choices[0].message.tool_calls
+            written = one.function.arguments
+    assert written == '{"a": , "b": 2}'
+
+
 async def test_the_responses_api_plays_the_same_loop(renderer: Renderer):
     tools: Any = [{"type": "function", "strict": True, **TOOLS[0]["function"]}]
     async with (
