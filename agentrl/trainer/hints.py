@@ -19,6 +19,7 @@ from agentrl.config.teacher import TeacherConfig
 from agentrl.env.env import Env
 from agentrl.errors import ConfigError, TemplateError
 from agentrl.learner.pack import longest_ids, packed_size
+from agentrl.rollout.compaction import INTRODUCTION
 from agentrl.rollout.content import Content, require_solved
 from agentrl.rollout.rewards.text import conversation_text
 from agentrl.trainer.samples import own_segments, with_constant
@@ -105,10 +106,26 @@ class Hints:
         same = _common(rest[::-1], taught[::-1])
         cut = len(plain) - same
         hinted = HintedOpening(cut, taught[: len(taught) - same])
-        begins = [row.ids[:cut] == plain[:cut] and not any(row.loss_mask[:cut]) for row in rows]
-        if not any(begins):
+        found = [self._opened(row, plain[:cut], hinted) for row in rows]
+        if not any(found):
             return None
-        return [replace(row, hinted=hinted) if fits else row for row, fits in zip(rows, begins, strict=True)]
+        return [replace(row, hinted=own) if own else row for row, own in zip(rows, found, strict=True)]
+
+    def _opened(self, row: Sample, opening: Sequence[int], hinted: HintedOpening) -> HintedOpening | None:
+        """The opening of a row and the hint in it; None if the row does not begin with `opening`.
+
+        Where a summary follows the question, a token may have the end of the one and the beginning of the other.
+        """
+        at = _common(row.ids, opening)
+        end = self.renderer.decode(opening[at:])
+        text, stop = "", at
+        while len(text) < len(end) and end.startswith(text) and stop < len(row.ids):
+            stop += 1
+            text = self.renderer.decode(row.ids[at:stop])
+        more = text.removeprefix(end)
+        if not text.startswith(end) or not INTRODUCTION.startswith(more) or any(row.loss_mask[:stop]):
+            return None
+        return HintedOpening(stop, (*hinted.ids, *self.renderer.encode_text(more)))
 
     def _ids(self, messages: Sequence[Message], episode: Episode) -> tuple[int, ...]:
         pieces = self.renderer.opening(messages, episode.tools).pieces

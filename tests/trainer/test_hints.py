@@ -22,6 +22,7 @@ from agentrl.config.teacher import TeacherConfig
 from agentrl.errors import ConfigError, EnvError
 from agentrl.learner.pack import as_taught
 from agentrl.reporting.report import Silent
+from agentrl.rollout.compaction import INTRODUCTION
 from agentrl.rollout.content import load_content
 from agentrl.run_folder.records import read_records
 from agentrl.run_folder.store import RunStore
@@ -230,6 +231,41 @@ def test_rows_that_do_not_begin_with_the_opening_have_no_teacher(renderer: Rende
     made = hinted(renderer, replace(one, segments=other.segments))
     assert made.rows[0].hinted is None
     assert made.metrics["hints_misplaced"].value == 1.0
+
+
+@pytest.mark.parametrize("merged", ["?", "?\n", "?\n\n"])
+@pytest.mark.parametrize("hint", [HINT, "Is it the red one?"])
+def test_the_hint_is_before_a_summary_whatever_tokens_join_them(tmp_path: Path, merged: str, hint: str):
+    folder = FAMILIES[0].directory(tmp_path)
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["pre_tokenizer"] |= {"use_regex": False}
+    size = max(*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"])) + 1
+    written = merged.replace("\n", "Ċ")  # as byte-level tokenizers write a newline
+    for n in range(1, len(written)):
+        tokenizer["model"]["vocab"][written[: n + 1]] = size + n
+        tokenizer["model"]["merges"].insert(n - 1, [written[:n], written[n]])
+    file.write_text(json.dumps(tokenizer))
+    renderer = Renderer.from_directory(folder)
+    assert len(renderer.encode_text(merged)) == 1
+    before = Transcript(renderer)
+    before.extend([Message("user", QUESTION)])
+    ids = (*renderer.encode_text("one"), min(renderer.stop_ids))
+    said = Completion(ids, (-0.1,) * len(ids), (0,) * len(ids), "stop")
+    before.complete(said)
+    after = before.fork(keep=0)
+    after.extend([Message("user", f"{QUESTION}{INTRODUCTION}Blue was wrong.")])
+    after.complete(said)
+    made = hinted(
+        renderer,
+        replace(episode(renderer, [Message("user", QUESTION)], hint=hint), segments=after.segments),
+    )
+    assert len(made.rows) == 2
+    for row in made.rows:
+        taught = as_taught(row)
+        told = renderer.decode(row.ids).replace(QUESTION, f"{QUESTION}\n\n{hint}", 1)
+        assert renderer.decode(taught.ids) == told
+        assert taught.ids[taught.loss_mask.index(True) :] == row.ids[row.loss_mask.index(True) :]
 
 
 ENV = '''
