@@ -44,10 +44,10 @@ class _WorkerEnded(Exception):
 
 
 class _Worker:
-    """One process."""
+    """One process; `mark` is in its environment and in that of what it starts."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
+    def __init__(self, process: asyncio.subprocess.Process, mark: str) -> None:
+        self.process, self._mark = process, mark
         self._said = collections.deque[str](maxlen=1)
         self._listener = asyncio.create_task(self._listen())
 
@@ -79,12 +79,14 @@ class _Worker:
             await self.process.stdin.drain()
 
     async def end(self) -> None:
-        """End the process group; idempotent."""
+        """End the process group and, on Linux, what left it; idempotent."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         await end_group(self.process)
+        await asyncio.to_thread(end_leftovers, self._mark)
         self._listener.cancel()
         await asyncio.gather(self._listener, return_exceptions=True)
+        vars(self.process)["_transport"].close()  # what hid from that may still hold the outputs open
 
     async def _how_it_ended(self) -> str:
         with contextlib.suppress(TimeoutError):
@@ -175,7 +177,7 @@ class WorkerAgent:
         words = [sys.executable, *self.command[1:]] if self.command[0] == "python" else list(self.command)
         known = os.environ.get("PYTHONPATH")
         path = os.pathsep.join([*([known] if known else []), str(HELPER)])
-        pipe = asyncio.subprocess.PIPE
+        pipe, mark = asyncio.subprocess.PIPE, secrets.token_hex(16)
         try:
             process = await asyncio.create_subprocess_exec(
                 *words,
@@ -183,13 +185,13 @@ class WorkerAgent:
                 stdout=pipe,
                 stderr=pipe,
                 cwd=self.cwd,
-                env={**os.environ, **without_proxy(), "PYTHONPATH": path},
+                env={**os.environ, **without_proxy(), "PYTHONPATH": path, "AGENTRL_WORKER": mark},
                 start_new_session=True,
                 limit=LINE_BYTES,
             )
         except OSError as e:
             raise InfraError(f"cannot start the worker {words[0]}: {e.strerror}") from None
-        worker = _Worker(process)
+        worker = _Worker(process, mark)
         self._all.add(worker)
         try:
             await self._ready(worker)

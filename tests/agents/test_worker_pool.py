@@ -67,10 +67,10 @@ def play(task, access):
     if said == "die":
         print("out of luck", file=sys.stderr, flush=True)
         os._exit(7)
-    if said == "sleep":
+    if said in ("sleep", "leave"):
         with open(os.environ["LEFT"], "w") as file:
             file.write(str(subprocess.Popen(["sleep", "600"], start_new_session=True).pid))
-        time.sleep(600)
+        time.sleep(600 if said == "sleep" else 0)
     return {"pid": os.getpid(), "count": count, "task": task["id"], "said": said}
 
 
@@ -209,6 +209,19 @@ async def test_an_episode_that_runs_out_of_time_takes_its_processes_with_it(
         following = await play(player, "c")
     assert late.stop_reason is StopReason.TIMEOUT
     assert (following.error, Answered.outcomes[-1]["task"], Answered.outcomes[-1]["count"]) == (None, "c", 1)
+
+
+async def test_what_a_worker_leaves_in_other_groups_ends_with_it(
+    renderer: Renderer, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    agent, left = WorkerAgent(["python", str(program)], 1), tmp_path / "pid"
+    monkeypatch.setenv("LEFT", str(left))
+    async with playing(renderer, agent, ["leave"]) as player:
+        assert (await play(player, "a")).error is None
+        assert _alive(int(left.read_text())), "a worker may keep something running between episodes"
+    async with asyncio.timeout(30):  # a killed process takes its time to end
+        while _alive(int(left.read_text())):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_a_worker_that_died_between_episodes_is_replaced(renderer: Renderer, program: Path):
