@@ -77,7 +77,7 @@ def imitate(
 
     Raises:
         TemplateError: the template refuses these messages, writes calls that parse as different ones, leaves out
-            reasoning, or writes it where the prompt has closed the think block.
+            reasoning, or writes it where the prompt has closed the think block; or a text holds a think block.
     """
     transcript = Transcript(renderer, tools)
     new: list[Message] = []
@@ -93,6 +93,11 @@ def imitate(
                     f"{[dict(c.arguments) for c in read.tool_calls]} (by the parser {renderer.parser.name})"
                 )
             closing = renderer.parser.think[1]
+            if closing in renderer.vocabulary.control and closing in str(message.content):
+                raise TemplateError(
+                    f"an assistant message has {closing!r} in its text, where it is not the token that ends "
+                    "a policy's reasoning: move the reasoning to `reasoning` (in a file `reasoning_content`)"
+                )
             if closing and closing in str(read.content) and closing not in str(message.content):
                 raise TemplateError(
                     "an assistant message has reasoning, which the generation prompt leaves no room for: after "

@@ -26,6 +26,9 @@ from agentrl.rollout.oracle import Demonstration, author_method, oracle_demonstr
 from agentrl.rollout.task_tools import task_tools_now
 from agentrl.types import Message, Task
 
+_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "refusal")
+"""What is read of a message in a file of demonstrations."""
+
 
 @dataclass(frozen=True, slots=True)
 class Content:
@@ -317,10 +320,23 @@ def _demonstration(row: Mapping[str, Any], where: str) -> Demonstration:
         isinstance(tools, list) and all(isinstance(t, dict) and isinstance(t.get("function"), dict) for t in tools)
     ):
         raise ConfigError(f'{where}: "tools" must be a list of {{"type": "function", "function": {{...}}}}')
-    messages = [message_of(m, where) for m in _messages(row, where)]
+    given = _messages(row, where)
+    messages = [message_of(m, where) for m in given]
+    for number, message in enumerate(given):
+        _refuse_unread(message, f"{where}: messages[{number}]")
     if not any(message.role == "assistant" for message in messages):
         raise ConfigError(f"{where}: a demonstration needs a message of the assistant")
     return Demonstration(messages, tools)
+
+
+def _refuse_unread(message: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError for a key whose value would be lost, such as `thinking`, `function_call` or `weight`."""
+    for key, value in message.items():
+        if key in _FIELDS or value is None or value in ("", [], {}) or (key, value) == ("weight", 1):
+            continue
+        raise ConfigError(
+            f"{where}.{key} has no effect: a message has {', '.join(_FIELDS)}; put it there, or remove the key"
+        )
 
 
 def _messages(row: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]:

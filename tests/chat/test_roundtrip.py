@@ -23,7 +23,7 @@ from agentrl.rollout.renderer import load_renderer, own_parser, require_template
 from agentrl.serve.reader import MessageReader
 from agentrl.types import Message, ToolCall
 from tests.chat.chat_tokenizers import CHATML_MARKERS, CHATML_SPECIAL, QWEN3, make, needs_qwen3
-from tests.chat.families import KIMI_K2, LISTED, MISTRAL, QWEN3_CODER, QWEN25
+from tests.chat.families import CHATML, KIMI_K2, LISTED, LLAMA3_JSON, MISTRAL, QWEN3_CODER, QWEN25
 
 CALLED = Message("assistant", "", tool_calls=(ToolCall("call00000", "look_up", {"query": "a", "limit": 2}),))
 ANSWER = Message("tool", "3", tool_call_id="call00000", name="look_up")
@@ -331,3 +331,19 @@ def test_a_demonstration_thinks_only_where_the_prompt_lets_it(think: bool):
         return
     with pytest.raises(TemplateError, match="has reasoning, which the generation prompt leaves no room for"):
         imitate(renderer, said)
+
+
+@pytest.mark.parametrize("text", ["<think>\nI see.\n</think>\n\nDone.", "I see.</think>Done."])
+def test_a_think_block_in_the_text_of_a_demonstration_is_refused(tmp_path: Path, text: str):
+    """Text is never a control token, so the policy would learn to write the block in letters."""
+    renderer = Renderer.from_directory(CHATML.directory(tmp_path))
+    with pytest.raises(TemplateError, match="</think>' in its text, where it is not the token that ends"):
+        imitate(renderer, [Message("user", "Go."), Message("assistant", text)])
+
+
+def test_a_think_block_that_is_text_in_the_vocabulary_stays_in_the_text(tmp_path: Path):
+    renderer = Renderer.from_directory(LLAMA3_JSON.directory(tmp_path))
+    text = "<think>\nI see.\n</think>\n\nDone."
+    written = imitate(renderer, [Message("user", "Go."), Message("assistant", text)])
+    reasoned = imitate(renderer, [Message("user", "Go."), Message("assistant", "Done.", reasoning="I see.")])
+    assert written.ids == reasoned.ids

@@ -236,6 +236,18 @@ class TestDemonstrations:
                 {"messages": [{"role": "assistant", "tool_calls": [{"name": "a", "arguments": "3"}]}]},
                 "must be a JSON object",
             ),
+            *(
+                (
+                    {
+                        "messages": [
+                            {"role": "user", "content": "hi"},
+                            {"role": "assistant", "content": "ho", **lost},
+                        ]
+                    },
+                    f"messages[1].{next(iter(lost))} has no effect: a message has role, content, tool_calls, ",
+                )
+                for lost in ({"thinking": "hm"}, {"function_call": {"name": "add"}}, {"weight": 0})
+            ),
         ],
     )
     def test_a_bad_one_is_named_by_its_line(self, load, tmp_path: Path, row: Any, said: str):
@@ -246,6 +258,12 @@ class TestDemonstrations:
             load("Plain", warmup={"demonstrations": str(file)})
         assert str(caught.value).startswith(f"{file}:2: ")
         assert said in str(caught.value)
+
+    def test_keys_without_a_value_are_taken(self, load, tmp_path: Path):
+        file = tmp_path / "demos.jsonl"
+        answer = {"role": "assistant", "content": "ho", "function_call": None, "annotations": [], "weight": 1}
+        file.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}, answer]}) + "\n")
+        assert len(load("Plain", warmup={"demonstrations": str(file)}).demonstrations) == 1
 
     def test_none_at_all_is_no_cold_start(self, load, tmp_path: Path):
         file = tmp_path / "demos.jsonl"
