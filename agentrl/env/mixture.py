@@ -68,7 +68,7 @@ class MixedSampler:
     ) -> None:
         self.samplers, self.by_solve_rate = dict(samplers), by_solve_rate
         self._names = list(self.samplers)
-        self._shares = [Fraction(str(shares[name])) for name in self._names]
+        self._share_of = {name: Fraction(str(shares[name])) for name in self._names}
         self._due = [Fraction(0)] * len(self._names)  # what each is owed: its shares so far, less what it gave
         self._results: dict[str, list[float]] = {name: [] for name in self._names}
 
@@ -107,14 +107,19 @@ class MixedSampler:
     def state(self) -> dict[str, Any]:
         """The state needed to resume, as JSON data."""
         envs = {
-            name: {"sampler": sampler.state(), "due": str(due), "solve_rates": list(self._results[name])}
-            for (name, sampler), due in zip(self.samplers.items(), self._due, strict=True)
+            name: {
+                "sampler": self.samplers[name].state(),
+                "due": str(due),
+                "solve_rates": list(self._results[name]),
+            }
+            for name, due in zip(self._names, self._due, strict=True)
         }
         return {"envs": envs}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved `state`. Raises KeyError, TypeError or ValueError if it is invalid."""
         envs = state["envs"]
+        self._names = sorted(self.samplers, key=list(envs).index)  # positions count the envs in this order
         self._due = [Fraction(envs[name]["due"]) for name in self._names]
         self._results = {name: [float(rate) for rate in envs[name]["solve_rates"]] for name in self._names}
         for name, sampler in self.samplers.items():
@@ -136,10 +141,10 @@ class MixedSampler:
 
     def _current(self) -> Sequence[Fraction]:
         if not self.by_solve_rate:
-            return [share / sum(self._shares) for share in self._shares]
+            return [self._share_of[name] / sum(self._share_of.values()) for name in self._names]
         weighted = [
-            share * Fraction(_weight(self._results[name])).limit_denominator(_GRAIN)
-            for name, share in zip(self._names, self._shares, strict=True)
+            self._share_of[name] * Fraction(_weight(self._results[name])).limit_denominator(_GRAIN)
+            for name in self._names
         ]
         parts = [max(1, int(_GRAIN * share / sum(weighted))) for share in weighted]  # denominators stay small
         parts[parts.index(max(parts))] += _GRAIN - sum(parts)

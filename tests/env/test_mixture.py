@@ -65,6 +65,20 @@ def test_a_restored_source_continues_where_the_other_stood(by_solve_rate: bool):
     assert restored.state() == source.state()
 
 
+@pytest.mark.parametrize("by_solve_rate", [False, True])
+def test_positions_keep_their_tasks_if_the_envs_are_restored_in_another_order(by_solve_rate: bool):
+    """Groups in flight are restored by their positions."""
+    source = sampler(by_solve_rate=by_solve_rate)
+    taken = source.take(20)
+    for position, _ in taken:
+        source.report(position, 0.9)
+    restored = sampler(dict(reversed(SHARES.items())), by_solve_rate=by_solve_rate)
+    restored.restore(json.loads(json.dumps(source.state())))
+    assert [restored.task(position) for position, _ in taken] == [task for _, task in taken]
+    assert restored.take(30) == source.take(30)
+    assert restored.state() == source.state()
+
+
 def test_an_env_that_is_always_solved_gives_its_share_to_those_that_can_be_learned():
     source = sampler({"easy": 1, "fair": 1, "new": 1}, by_solve_rate=True)
     for position, task in source.take(90):
