@@ -133,6 +133,8 @@ def _check_overridden(config: RunConfig) -> None:
             "algorithm.kl.coef has no effect: kl_coef is 0 in every env under `envs`; remove both, so that no "
             "reference is loaded"
         )
+    if "coef" in config.algorithm.kl.written and all(env.algorithm.kl_coef is not None for env in envs):
+        raise ValueError("algorithm.kl.coef has no effect: every env under `envs` has its own kl_coef; remove it")
 
 
 def _check_kl_of_env(kl: KLConfig, key: str, coef: float) -> None:
@@ -392,8 +394,9 @@ def _check_step(config: RunConfig) -> None:
                 f"{key} is {updates}, and a step has {episodes} episodes (rollout.groups_per_step x group_size): "
                 "each update needs at least one; lower it"
             )
-    for view in config.by_env.values():
-        _check_refill(view)
+    for name, view in config.by_env.items():
+        inherited = name in config.envs and config.envs[name].rollout.refill_zero_signal is None
+        _check_refill(view, name, f"set envs.{name}.rollout.refill_zero_signal to 0" if inherited else "remove it")
     if "warmup_steps" in config.optim.written and config.optim.warmup_steps > config.steps:
         raise ValueError(
             f"optim.warmup_steps is {config.optim.warmup_steps}, and the run has {config.steps} steps: the "
@@ -418,9 +421,9 @@ def _check_step(config: RunConfig) -> None:
         _check_critic(critic, algorithm)
 
 
-def _check_refill(config: RunConfig) -> None:
+def _check_refill(config: RunConfig, env: str, remedy: str) -> None:
     """Groups are replaced for scoring the same only if that carries no signal."""
-    rollout, algorithm = config.rollout, config.algorithm
+    rollout, algorithm, where = config.rollout, config.algorithm, f"envs.{env}: " if env else ""
     if rollout.refill_zero_signal and (rollout.group_size == 1 or algorithm.advantage.name in ALONE):
         why = (
             "rollout.group_size is 1: the episode of each group"
@@ -428,8 +431,8 @@ def _check_refill(config: RunConfig) -> None:
             else f"algorithm.advantage {algorithm.advantage.name} compares no siblings: a group whose episodes"
         )
         raise ValueError(
-            f"rollout.refill_zero_signal puts aside groups whose episodes all scored the same, and {why} would be "
-            "valid signal; remove it"
+            f"{where}rollout.refill_zero_signal puts aside groups whose episodes all scored the same, and {why} "
+            f"would be valid signal; {remedy}"
         )
 
 

@@ -246,6 +246,23 @@ def test_advantages_are_those_of_each_env_alone(name: str):
             {"envs": {"a": {"use": "a.b:E", "rollout": {"group_size": 1}}, "b": "a.b:E"}},
             "envs.a: rollout.group_size",
         ),
+        (
+            {
+                "envs": {
+                    "a": {"use": "a.b:E", "algorithm": {"kl_coef": 1}},
+                    "b": {"use": "a.b:F", "algorithm": {"kl_coef": 2}},
+                },
+                "algorithm": {"kl": {"coef": 0.1}},
+            },
+            "algorithm.kl.coef has no effect: every env under `envs` has its own kl_coef; remove it",
+        ),
+        (
+            {
+                "envs": {"a": {"use": "a.b:E", "algorithm": {"advantage": "reinforce_plus_plus"}}, "b": "a.b:E"},
+                "rollout": {"refill_zero_signal": 2},
+            },
+            r"envs\.a: .* compares no siblings.*; set envs\.a\.rollout\.refill_zero_signal to 0",
+        ),
         ({"data": {"train": "x.jsonl"}}, "write it under the env"),
         ({"warmup": {"options": {"a": 1}}}, "each env writes its own"),
         ({"agent": {"use": "a.b:f"}}, "plays the episodes of one env"),
