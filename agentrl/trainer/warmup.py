@@ -57,7 +57,7 @@ def demonstration_samples(
         made = []
         for row in rows:
             zeros = (0.0,) * len(row.ids)
-            name = f"demonstration/{env}{number}"
+            name = f"demonstration/{env}/{number}"
             made.append(Sample(row.ids, row.loss_mask, zeros, zeros, row.versions, episode_id=name))
         if said := _too_long(made, room, context):
             raise ConfigError(f"{where}: demonstration {number + 1} {said}, shorten it, or leave it out")
@@ -124,18 +124,23 @@ async def cold_start(
         ConfigError: the success at the end is below `at_least`.
     """
     rng = random.Random(f"{seed}/warmup")
-    per_epoch = math.ceil(len(samples) / config.batch_episodes)
+    rows_of: dict[str, list[Sample]] = {}  # of each demonstration: several where the template rewrites history
+    for sample in samples:
+        rows_of.setdefault(sample.episode_id, []).append(sample)
+    per_epoch = math.ceil(len(rows_of) / config.batch_episodes)
     end, anneal = per_epoch * config.max_epochs, per_epoch * config.anneal_epochs
     reporter.phase("warm-up", end)
-    order: list[Sample] = []
+    order: list[list[Sample]] = []
     passed, step, reached = 0.0, 0, False
     while step < end and not stopping():
         if len(order) < config.batch_episodes:
-            fresh = list(samples)
+            fresh = list(rows_of.values())
             rng.shuffle(fresh)
             order += fresh
         batch, order = order[: config.batch_episodes], order[config.batch_episodes :]
-        loss = await learner.imitate(batch, config.lr * lr_factor(step, end, anneal))
+        loss = await learner.imitate(
+            [row for rows in batch for row in rows], config.lr * lr_factor(step, end, anneal)
+        )
         metrics = {"loss": loss}
         step += 1
         if step == end or (step % config.probe_every == 0 and not reached):
