@@ -80,8 +80,12 @@ def imitate(
             reasoning, or writes it where the prompt has closed the think block; or a text holds a think block.
     """
     transcript = Transcript(renderer, tools)
+    given = with_ids(renderer, messages)
+    renderer.render(
+        given, tools
+    )  # some templates refuse what its turns alone do not show: two of the policy's in a row
     new: list[Message] = []
-    for message in with_ids(renderer, messages):
+    for message in given:
         if message.role == "assistant":
             transcript.extend(new)
             completion = completion_of(renderer, message, tools, after=transcript)

@@ -50,8 +50,8 @@ from agentrl.trainer.rewardless import no_reward
 from agentrl.trainer.room import too_long
 from agentrl.trainer.samples import to_records
 from agentrl.trainer.teacher_check import check_teacher_folder
-from agentrl.trainer.warmup import too_long_to_sample
-from agentrl.types import LIMITS, Episode, Group, Segment, Task
+from agentrl.trainer.warmup import imitated, too_long_to_sample
+from agentrl.types import LIMITS, Episode, Group, Task
 
 BY_ORACLE = "the env's oracle"
 SLOW_TURN_S, SLOW_TURNS = 1.0, 3
@@ -409,9 +409,8 @@ def _limit_findings(config: RunConfig, episode: Episode) -> list[str]:
 def _demonstration_lengths(content: Content, renderer: Renderer, like: Episode) -> tuple[int | None, list[int]]:
     """Tokens of the longest demonstration, and of the longest completion of each."""
     longest, completions = None, []
-    for given in content.demonstrations:
-        tools = like.tools if given.tools is None else given.tools
-        segments: Sequence[Segment] = imitate(renderer, given, tools).segments
+    for number, given in enumerate(content.demonstrations, 1):
+        segments = imitated(renderer, given, like.tools, f"warmup: demonstration {number}").segments
         longest = max(longest or 0, sum(len(segment.ids) for segment in segments))
         sampled = [len(segment.ids) for segment in segments if segment.origin == "sampled"]
         completions.append(max(sampled, default=0))

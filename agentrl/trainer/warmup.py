@@ -13,6 +13,7 @@ from typing import Any
 
 from agentrl.chat.demonstrate import imitate
 from agentrl.chat.template import Renderer
+from agentrl.chat.transcript import Transcript
 from agentrl.config.run import RolloutConfig, WarmupConfig
 from agentrl.errors import ConfigError, TemplateError
 from agentrl.learner.learner import Learner
@@ -45,11 +46,7 @@ def demonstration_samples(
     where = f"envs.{env}: warmup" if env else "warmup"
     samples = []
     for number, messages in enumerate(demonstrations):
-        own = messages.tools if isinstance(messages, Demonstration) else None
-        try:
-            transcript = imitate(renderer, messages, tools if own is None else own)
-        except TemplateError as e:
-            raise ConfigError(f"{where}: demonstration {number + 1}: {e}") from e
+        transcript = imitated(renderer, messages, tools, f"{where}: demonstration {number + 1}")
         rows = transcript.rows()
         if not rows:
             raise ConfigError(f"{where}: demonstration {number + 1} has no assistant message")
@@ -63,6 +60,24 @@ def demonstration_samples(
             raise ConfigError(f"{where}: demonstration {number + 1} {said}, shorten it, or leave it out")
         samples += made
     return samples
+
+
+def imitated(
+    renderer: Renderer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], where: str
+) -> Transcript:
+    """The transcript of a demonstration.
+
+    Args:
+        tools: of the env, unless the demonstration has its own.
+
+    Raises:
+        ConfigError: no policy could sample it.
+    """
+    own = messages.tools if isinstance(messages, Demonstration) else None
+    try:
+        return imitate(renderer, messages, tools if own is None else own)
+    except TemplateError as e:
+        raise ConfigError(f"{where}: {e}") from e
 
 
 def _too_long(rows: Sequence[Sample], room: int | None, context: int | None) -> str:

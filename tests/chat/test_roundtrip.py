@@ -347,3 +347,17 @@ def test_a_think_block_that_is_text_in_the_vocabulary_stays_in_the_text(tmp_path
     written = imitate(renderer, [Message("user", "Go."), Message("assistant", text)])
     reasoned = imitate(renderer, [Message("user", "Go."), Message("assistant", "Done.", reasoning="I see.")])
     assert written.ids == reasoned.ids
+
+
+def test_a_demonstration_that_the_template_refuses_as_a_whole_is_refused(tmp_path: Path):
+    """Each turn alone can be written."""
+    alternating = MISTRAL.template.replace(
+        "{%- for m in messages %}",
+        "{%- for m in messages %}{% if not loop.first and m.role == 'assistant' == messages[loop.index0 - 1].role %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}",
+        1,
+    )
+    folder = make(tmp_path, alternating, MISTRAL.special, eos=MISTRAL.eos)
+    said = [Message("user", "Go."), Message("assistant", "One."), Message("assistant", "Two.")]
+    with pytest.raises(TemplateError, match=r"\[user assistant assistant\].*roles must alternate"):
+        imitate(Renderer.from_directory(folder), said)

@@ -409,6 +409,15 @@ class TestBadInput:
         path = write(tmp_path / "tools.yaml", GOOD + rows)
         assert "all of them are played" not in run("check", path)[1]
 
+    def test_a_demonstration_that_cannot_be_written_is_named(self, run, tmp_path: Path):
+        said = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "<think>Hm.</think>Done."}]
+        rows = ([said[0], {"role": "assistant", "content": "Done."}], said)
+        (tmp_path / "shown.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+        path = write(tmp_path / "tools.yaml", GOOD.replace("num: 20", "demonstrations: shown.jsonl"))
+        code, _, err = run("check", path)
+        assert code == 2
+        assert "warmup: demonstration 2: an assistant message has '</think>' in its text" in err
+
     def test_demonstrations_that_the_policy_may_not_sample_are_said(self, run, tmp_path: Path):
         talk = {
             "messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "many words " * 40}]
