@@ -81,9 +81,8 @@ def imitate(
     """
     transcript = Transcript(renderer, tools)
     given = with_ids(renderer, messages)
-    renderer.render(
-        given, tools
-    )  # some templates refuse what its turns alone do not show: two of the policy's in a row
+    # Some templates refuse what single turns do not show: two of the policy's in a row.
+    renderer.render(given, tools)
     new: list[Message] = []
     for message in given:
         if message.role == "assistant":
