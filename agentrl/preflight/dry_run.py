@@ -39,7 +39,7 @@ from agentrl.rollout.oracle import author_method
 from agentrl.rollout.prompts import fitting, prompt_tokens
 from agentrl.rollout.renderer import load_renderer
 from agentrl.rollout.rewards.model import check_reward_model
-from agentrl.rollout.task_tools import task_tools_now
+from agentrl.rollout.task_tools import task_tools, task_tools_now
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.sandbox import close_pools
 from agentrl.scratch import ScratchFolder
@@ -50,7 +50,7 @@ from agentrl.trainer.rewardless import no_reward
 from agentrl.trainer.room import too_long
 from agentrl.trainer.samples import to_records
 from agentrl.trainer.teacher_check import check_teacher_folder
-from agentrl.trainer.warmup import imitated, too_long_to_sample
+from agentrl.trainer.warmup import imitated, not_offered, too_long_to_sample
 from agentrl.types import LIMITS, Episode, Group, Task
 
 BY_ORACLE = "the env's oracle"
@@ -223,6 +223,8 @@ async def _rehearse(
     notes += _solved_notes(env, scripted, silent, by_oracle=played_by == BY_ORACLE)
     longest, completions = _demonstration_lengths(content, renderer, scripted)
     if said := too_long_to_sample(completions, config.rollout):
+        notes.append(said)
+    if said := not_offered(content.demonstrations, await task_tools(content.make_env, content.train_tasks)):
         notes.append(said)
     if longest is not None and max_context is not None and longest > max_context:
         findings.append(f"the longest demonstration has {longest} tokens, the model takes {max_context}")

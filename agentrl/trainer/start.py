@@ -34,7 +34,7 @@ from agentrl.run_folder.fork import OF_THE_RUN
 from agentrl.trainer.in_step import counting, starting_engine
 from agentrl.trainer.signals import StoppedEarly, unless_stopped
 from agentrl.trainer.teacher_check import model_sizes
-from agentrl.trainer.warmup import cold_start, demonstration_samples, too_long_to_sample
+from agentrl.trainer.warmup import cold_start, demonstration_samples, not_offered, too_long_to_sample
 from agentrl.types import Sample
 
 
@@ -113,8 +113,10 @@ async def _cold_start(
             room=config.learner.micro_batch_tokens,
             context=context,
         )
-        if said := too_long_to_sample(lengths, config.by_env[name].rollout):
-            reporter.note(f"envs.{name}: {said}" if name else said)
+        rollout = config.by_env[name].rollout
+        for said in (too_long_to_sample(lengths, rollout), not_offered(part.demonstrations, tools)):
+            if said:
+                reporter.note(f"envs.{name}: {said}" if name else said)
     learner = await make_learner(config, source, None)
     await make_room(config, learner)
     reporter.within(starting_engine(config))

@@ -20,6 +20,7 @@ from agentrl.learner.learner import Learner
 from agentrl.learner.pack import packed_size
 from agentrl.reporting.report import Reporter
 from agentrl.rollout.oracle import Demonstration
+from agentrl.suggest import did_you_mean
 from agentrl.types import Message, Sample
 
 
@@ -105,6 +106,29 @@ def too_long_to_sample(longest: Sequence[int], rollout: RolloutConfig) -> str:
         f"{len(above):,} of {len(longest):,} demonstrations have a completion above rollout.max_tokens = "
         f"{rollout.max_tokens:,} (the longest has {max(above):,} tokens): the policy learns what it may not "
         "sample; raise rollout.max_tokens, or shorten them"
+    )
+
+
+def not_offered(demonstrations: Sequence[Sequence[Message]], tools: Sequence[Mapping[str, Any]]) -> str:
+    """The note about demonstrations that call tools which the policy does not have; else empty.
+
+    Args:
+        tools: of the env, unless a demonstration has its own.
+    """
+    unknown: dict[int, str] = {}
+    for number, messages in enumerate(demonstrations, 1):
+        own = messages.tools if isinstance(messages, Demonstration) else None
+        names = {str(tool["function"]["name"]) for tool in (tools if own is None else own)}
+        calls = (call.name for message in messages for call in message.tool_calls)
+        if (name := next((name for name in calls if name not in names), None)) is not None:
+            unknown[number] = name + (f" ({hint})" if (hint := did_you_mean(name, sorted(names))) else "")
+    if not unknown:
+        return ""
+    number, name = next(iter(unknown.items()))
+    return (
+        f"{len(unknown):,} of {len(demonstrations):,} demonstrations call a tool that the policy is not offered; "
+        f"demonstration {number} calls {name}: the policy learns such calls; correct the name, unless the error "
+        "that answers it is meant to be seen"
     )
 
 

@@ -432,6 +432,25 @@ class TestBadInput:
         )
         assert "may not sample" not in run("check", path, "--set", "rollout.max_tokens=2000")[1]
 
+    def test_demonstrations_of_tools_that_are_not_there_are_said(self, run, tmp_path: Path):
+        def shown(name: str, **more: object) -> str:
+            call = {
+                "id": "1",
+                "type": "function",
+                "function": {"name": name, "arguments": '{"expression": "1+1"}'},
+            }
+            asked = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "tool_calls": [call]}]
+            answer = {"role": "tool", "tool_call_id": "1", "content": "2"}
+            return json.dumps({"messages": [*asked, answer, {"role": "assistant", "content": "2"}], **more}) + "\n"
+
+        own = [{"type": "function", "function": {"name": "abacus", "parameters": {"type": "object"}}}]
+        write(tmp_path / "shown.jsonl", shown("calculator") + shown("calulator") + shown("abacus", tools=own))
+        path = write(tmp_path / "tools.yaml", GOOD.replace("num: 20", "demonstrations: shown.jsonl"))
+        code, out, err = run("check", path)
+        assert code == 0, out + err
+        assert "note: 1 of 3 demonstrations call a tool that the policy is not offered" in out
+        assert "demonstration 2 calls calulator (did you mean 'calculator'?)" in out
+
     def test_a_prompt_that_does_not_fit_is_a_problem(self, run, tmp_path: Path):
         path = write(tmp_path / "tools.yaml", GOOD.replace("400", "400, max_context: 100"))
         code, out, _ = run("check", path, "--set", "rollout.token_budget=90")
