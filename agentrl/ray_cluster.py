@@ -72,6 +72,12 @@ def connect(ray: Any, address: str | None, *, cpus: int) -> bool:
     return True
 
 
+def node_lives(ray: Any) -> bool:
+    """Whether Ray's own process on this machine is up: without it, this process gets no new actors."""
+    own = ray.get_runtime_context().get_node_id()
+    return any(node["Alive"] for node in ray.nodes() if node["NodeID"] == own)
+
+
 def _children() -> set[int]:
     """The processes that this one has started; none if there is no /proc."""
     found: set[int] = set()

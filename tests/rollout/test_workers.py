@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,11 @@ def test_the_loss_of_a_worker_costs_its_episodes_which_are_refilled(found: dict[
     assert found["errors"] == ["WorkerLost"]
     assert 1 <= found["lost"] <= 20
     assert found["processes_after"] == 3, "another one was started in its place"
+
+
+def test_the_death_of_ray_is_an_error_and_no_wait_for_each_episode(found: dict[str, Any]):
+    said = "AgentRLError: env worker . died with Ray's own process on this machine .*: run the same command again"
+    assert re.match(said, found["without_ray"]), found["without_ray"]
 
 
 def test_an_env_that_does_not_import_on_a_worker_is_one_error_that_says_where(found: dict[str, Any]):

@@ -16,7 +16,7 @@ from typing import Any
 from agentrl.config.reward_model import RewardModelConfig
 from agentrl.config.run import RunConfig
 from agentrl.env.load import load_env
-from agentrl.errors import ConfigError, EngineError
+from agentrl.errors import AgentRLError, ConfigError, EngineError
 from agentrl.models.tiny import make_tokenizer
 from agentrl.reporting.report import Silent
 from agentrl.rollout.build import make_token_check
@@ -25,7 +25,7 @@ from agentrl.rollout.content import env_factory
 from agentrl.rollout.episode import Player
 from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.ray.worker import pack_setup
-from agentrl.rollout.ray.workers import Workers
+from agentrl.rollout.ray.workers import RemotePlayer, Workers
 from agentrl.rollout.renderer import load_renderer
 from agentrl.rollout.rewards.model import make_reward_model
 from agentrl.run_folder.records import read_episodes
@@ -168,12 +168,29 @@ async def main(folder: Path) -> dict[str, Any]:
         except ConfigError as e:
             found["unusable"] = str(e)
         await unusable.close()
+        while len(list(notes.glob("closed-*"))) < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        found["closed"] = len(list(notes.glob("closed-*")))
+        found["without_ray"] = await without_ray(remote, tasks, how)
     finally:
         await workers.close()
     found["released"] = len(engine.released)
-    found["closed"] = len(list(notes.glob("closed-*")))
     found["tasks_left"] = len(asyncio.all_tasks()) - 1
     return found
+
+
+async def without_ray(remote: RemotePlayer, tasks: Sequence[Task], how: dict[str, Any]) -> str:
+    """What is said when Ray's own process on this machine is killed: no worker can start again."""
+    for file in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, file.read_text().split()):
+            if Path(f"/proc/{pid}/comm").read_text() == "raylet\n":
+                os.kill(pid, signal.SIGKILL)
+    try:
+        await collect(remote, tasks, label="e", **how)
+        await collect(remote, [Task("slow", {"number": 1, "what": "hang"})], label="f", **how)
+    except AgentRLError as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
 
 
 async def scoring(folder: Path, episodes: Sequence[Episode]) -> dict[str, Any]:

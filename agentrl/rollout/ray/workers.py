@@ -22,8 +22,8 @@ from agentrl.chat.ids import Ids
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
 from agentrl.env.env import Env
-from agentrl.errors import ConfigError, InfraError, WorkerLost
-from agentrl.ray_cluster import connect, import_ray
+from agentrl.errors import AgentRLError, ConfigError, InfraError, WorkerLost
+from agentrl.ray_cluster import connect, import_ray, node_lives
 from agentrl.rollout.episode import Player
 from agentrl.rollout.group import Plays
 from agentrl.rollout.lifecycle import EpisodeStatus
@@ -203,11 +203,22 @@ class _Worker:
         return f"worker {self.number} (env or tokens)"
 
     async def ready(self) -> None:
-        """Start the actor unless it lives."""
+        """Start the actor unless it lives.
+
+        Raises:
+            ConfigError: the env or the tokenizer cannot be used there.
+            WorkerLost: it did not start.
+            AgentRLError: no worker can start any more, since Ray has died on this machine.
+        """
         async with self._starting:
             if self._actor is not None:
                 return
             ray = self.workers._ray
+            if not await asyncio.to_thread(node_lives, ray):
+                raise AgentRLError(
+                    f"env worker {self.number} died with Ray's own process on this machine (raylet). No finished "
+                    "checkpoint is lost: run the same command again to resume"
+                )
             kind = ray.remote(EnvWorker).options(
                 num_cpus=0, scheduling_strategy="SPREAD", max_concurrency=EPISODES_AT_ONCE
             )
