@@ -7,9 +7,14 @@ import gc
 import subprocess
 import sys
 import threading
+import warnings
 import weakref
+from typing import Any
 
-from agentrl.env.toolenv.threads import EpisodeThread
+import pytest
+
+from agentrl.env.toolenv.dispatch import call_function, within
+from agentrl.env.toolenv.threads import EpisodeThread, current
 
 UNCLOSED = """
 import asyncio, atexit, threading
@@ -127,3 +132,37 @@ def test_no_thread_of_ours_is_left_when_python_ends():
     done = subprocess.run([sys.executable, "-c", UNCLOSED], capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["before: ['agentrl-local-engine', 'agentrl-tool-']", "left: []"]
+
+
+@pytest.mark.parametrize("plain", [True, False])
+async def test_an_answer_that_nobody_waits_for_is_closed(plain: bool):
+    """A coroutine that is dropped before it began would warn."""
+
+    async def reply() -> str:
+        return "late"
+
+    def respond() -> Any:
+        began.set()
+        gone.wait()
+        return reply()
+
+    began, gone, thread = threading.Event(), threading.Event(), EpisodeThread()
+    token = current.set(thread)
+    try:
+        asked = asyncio.create_task(call_function(respond, {}, 5) if plain else within(reply(), 5))
+        await asyncio.sleep(0)
+        while plain and not began.is_set():  # noqa: ASYNC110  # another thread sets it
+            await asyncio.sleep(0.01)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        gone.set()
+        await asyncio.wait([asked])
+        assert asked.cancelled()
+        await thread.close()
+    finally:
+        current.reset(token)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        del asked, task  # their tracebacks hold the call
+        gc.collect()
+    assert said == []

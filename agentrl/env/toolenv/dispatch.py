@@ -163,16 +163,25 @@ async def within(coroutine: Awaitable[Any], timeout_s: float | None, grace_s: fl
     except asyncio.CancelledError:
         task.cancel()
         await asyncio.wait({task}, timeout=grace_s)
-        if task.done() and not task.cancelled():
-            task.exception()  # mark the exception as retrieved
+        _let_go(task, coroutine)
         raise
     if done:
         return task.result()
     task.cancel()
     await asyncio.wait({task}, timeout=grace_s)
-    if task.done() and not task.cancelled():
-        task.exception()
+    _let_go(task, coroutine)
     raise CallTimeout(f"no result after {timeout_s:g} s")
+
+
+def _let_go(task: asyncio.Future[Any], coroutine: Awaitable[Any]) -> None:
+    """Mark the exception of a cancelled task as read, and its coroutine as closed if it never began: both would be
+    warned about."""
+    if not task.done():
+        return
+    if not task.cancelled():
+        task.exception()
+    elif inspect.iscoroutine(coroutine):
+        coroutine.close()
 
 
 async def no_exit(awaitable: Awaitable[T]) -> T:

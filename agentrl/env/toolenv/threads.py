@@ -18,6 +18,7 @@ import atexit
 import contextvars
 import ctypes
 import functools
+import inspect
 import itertools
 import os
 import queue
@@ -129,6 +130,7 @@ class EpisodeThread:
 
     async def _end(self, worker: _Worker, job: _Job, patience_s: float = 0.0) -> None:
         """Stop a call, unless it returns within `patience_s`: most calls that nobody waits for any more do."""
+        job.future.add_done_callback(job.discard)
         if await _settled(job.future, patience_s):
             return
         if (
@@ -194,6 +196,12 @@ class _Job:
             raise result
         finally:
             del result  # it references this frame
+
+    def discard(self, _: object) -> None:
+        """Drop the outcome: a coroutine that nobody awaits would warn."""
+        if inspect.iscoroutine(self.result):
+            self.result.close()
+        self.result = None
 
 
 class _Worker:
