@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from agentrl.engine.local.batching import Batcher, BatchLimits, DecodeRecording
-from agentrl.engine.local.decode import DecodeStep, bucket_of
+from agentrl.engine.local.decode import DecodeStep, bucket_of, cuda_capture
 from agentrl.engine.local.flat_model import FlatModel, load_model
 from agentrl.engine.local.slots import BatchRequest
 from agentrl.errors import EngineError
@@ -130,3 +133,80 @@ def test_buckets_are_few_and_never_a_quarter_too_large():
     sizes = {bucket_of(number) for number in range(1, 257)}
     assert len(sizes) == 28
     assert all(number <= bucket_of(number) <= 1.25 * number for number in range(1, 2000))
+
+
+def make_stream(*_: object) -> SimpleNamespace:
+    return SimpleNamespace(wait_stream=lambda _: None)
+
+
+class PretendedCuda:
+    """What records graphs in `torch.cuda`, with its rules for streams and pools; nothing is computed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = self.default = make_stream()
+        self.streams: list[object] = []
+        self.pools: list[weakref.WeakSet[object]] = []
+        self.fails = False
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", weakref.WeakSet)
+        monkeypatch.setattr(torch.cuda, "Stream", make_stream)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
+        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+
+    @contextmanager
+    def stream(self, stream: SimpleNamespace) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(
+        self, graph: Graph, pool: weakref.WeakSet[object] | None, stream: SimpleNamespace, **_: str
+    ) -> Iterator[None]:
+        assert pool is None or pool or pool not in self.pools, "use_count > 0 INTERNAL ASSERT FAILED"
+        before, self.current = self.current, stream
+        yield
+        if self.fails:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.current, graph.used = before, weakref.WeakSet() if pool is None else pool
+        graph.used.add(graph)
+        self.streams.append(stream)
+        self.pools.append(graph.used)
+
+
+class Graph:
+    used: weakref.WeakSet[object]
+
+    def pool(self) -> object:
+        return self.used
+
+    def replay(self) -> None:
+        """Nothing was recorded."""
+
+
+def test_graphs_share_memory_until_all_of_them_are_gone(monkeypatch: pytest.MonkeyPatch):
+    cuda, ran = PretendedCuda(monkeypatch), list[object]()
+    capture = cuda_capture(torch.device("cuda"))
+    held = [capture(lambda: ran.append(cuda.current)) for _ in range(3)]
+    held = held[1:]
+    held.append(capture(lambda: None))
+    assert cuda.pools[0] is cuda.pools[1] is cuda.pools[2] is cuda.pools[3]
+    held.clear()  # the cache has moved
+    held += [capture(lambda: None), capture(lambda: None)]
+    assert cuda.pools[4] is cuda.pools[5] is not cuda.pools[3]
+    # Memory that one stream has freed is not given to another, not even within a pool.
+    assert len(set(map(id, cuda.streams))) == 1
+    assert ran == cuda.streams[:1] * 6
+    assert cuda.current is cuda.default
+
+
+def test_what_follows_a_failed_recording_is_computed_in_the_stream_before_it(monkeypatch: pytest.MonkeyPatch):
+    cuda = PretendedCuda(monkeypatch)
+    cuda.fails = True
+    with pytest.raises(RuntimeError, match="during capture"):
+        cuda_capture(torch.device("cuda"))(lambda: None)
+    assert cuda.current is cuda.default

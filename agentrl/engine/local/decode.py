@@ -12,6 +12,7 @@ Shapes: R rows of the bucket, N sequences that decode, H query heads, K key-valu
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -179,20 +180,25 @@ def bucket_of(number: int, unit: int = 1) -> int:
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Record CUDA graphs that share one memory pool: they are only replayed one after another."""
-    pool = torch.cuda.graph_pool_handle()
+    """Record CUDA graphs that share memory: they are only replayed one after another."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # one, or they would share nothing
+    recorded: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def capture(run: Callable[[], None]) -> Callable[[], None]:
-        with torch.cuda.device(device):
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream(device))
+        here = torch.cuda.current_stream(device)
+        # The second of these is for failures: PyTorch then leaves the other stream as the current one.
+        with torch.cuda.device(device), torch.cuda.stream(here):
+            stream.wait_stream(here)
             with torch.cuda.stream(stream):
                 run()  # allocations by libraries on first use must not be recorded
-            torch.cuda.current_stream(device).wait_stream(stream)
+            here.wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
+            # PyTorch may refuse a pool whose graphs are all gone, as they are once the cache has moved.
+            pool = next((other.pool() for other in recorded), None)
             # Other threads (a learner in this process) may use the device meanwhile.
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 run()
+        recorded.add(graph)
         return graph.replay
 
     return capture
