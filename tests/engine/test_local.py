@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ import pytest_asyncio
 import torch
 
 from agentrl.engine.base import GenerateOptions
-from agentrl.engine.local.local_engine import LocalEngine
+from agentrl.engine.local.flat_model import FlatModel
+from agentrl.engine.local.local_engine import LocalEngine, _limits
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Completion, Sampling
 from tests.engine.engine_models import VOCABULARY, assert_follows, logprobs_of, reference
@@ -432,3 +435,13 @@ def test_bounds_that_cannot_be_kept_are_refused(models: dict[str, Path], options
         pytest.skip("there is a CUDA device")
     with pytest.raises(ConfigError, match=message):
         LocalEngine.from_directory(models["qwen3"], **options)
+
+
+def test_memory_that_pytorch_keeps_counts_as_free(monkeypatch: pytest.MonkeyPatch):
+    free = [10 << 20]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(100 << 20))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[-1], 200 << 20))
+    model = SimpleNamespace(
+        device=torch.device("cuda"), max_positions=512, bytes_per_sequence=0, bytes_per_token=1024
+    )
+    assert _limits(cast(FlatModel, model), {}, 1).budget_tokens == 50 << 10

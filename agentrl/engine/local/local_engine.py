@@ -33,6 +33,7 @@ from agentrl.engine.local.flat_model import FlatModel, load_model
 from agentrl.engine.local.own_cache import OwnCacheModel, TurnScheduler
 from agentrl.engine.local.slots import BatchRequest
 from agentrl.errors import ConfigError, EngineError
+from agentrl.models.device import release_gpu_memory
 from agentrl.models.small import is_small
 from agentrl.torch_threads import compute_with
 from agentrl.types import Completion, Sampling
@@ -420,6 +421,7 @@ def _limits(model: FlatModel | OwnCacheModel, bounds: Bounds, sharers: int) -> B
     if cache_mb is not None:
         memory = cache_mb << 20
     elif on_cuda:
+        release_gpu_memory()  # of a cold start, and of stacking the weights; it does not count as free
         memory = torch.cuda.mem_get_info(model.device)[0] // 2
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
