@@ -48,8 +48,9 @@ CASES: dict[str, dict[str, Any]] = {
             "observation_coef": 0.1,
         },
     },
-    # FSDP with mixed precision, adapters, and blocks that are computed again.
+    # FSDP with mixed precision, adapters, and blocks that are computed again; the engine in bfloat16.
     "adapters": {
+        "engine": {"dtype": "bfloat16"},
         "learner": {"precision": "bfloat16", "lora": {"rank": 4}, "checkpoint_activations": True},
         "algorithm": {"kl": {"coef": 0.01}},
     },
@@ -73,11 +74,11 @@ def curve(case: str, device: str, model: Path, folder: Path) -> list[dict[str, f
         "rollout": {"groups_per_step": 3, "group_size": 4, "max_turns": 2, "max_tokens": 80, "token_budget": 400},
         "optim": {"lr": 1e-3, "warmup_steps": 0},
         "eval": {"tasks": 1, "before_training": False},
-        "engine": {"device": device, "dtype": "float32"},
     }
     changes = CASES[case]
+    engine = {"device": device, "dtype": "float32", **changes.get("engine", {})}
     learner = {"device": device, **changes.get("learner", {})}
-    config = RunConfig.model_validate(base | changes | {"learner": learner})
+    config = RunConfig.model_validate(base | changes | {"engine": engine, "learner": learner})
     with RunStore.open(config, folder / "run") as store:
         train_run(config, store, Silent())
         return [dict(line) for line in store.metrics() if line["step"] > 0]
