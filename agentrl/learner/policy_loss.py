@@ -29,12 +29,28 @@ from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.algo.metrics import Metric, Metrics, mean_of, sum_of
 from agentrl.algo.parameters import Named
 from agentrl.algo.ratio import LossOutput
+from agentrl.algo.segments import trained
 from agentrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 from agentrl.config.choice import OwnFunction
 from agentrl.errors import ConfigError, traceback_of
 from agentrl.importing import load_function, try_function
 from agentrl.learner.logprobs import TokenStats
 from agentrl.learner.pack import Packed
+from agentrl.reporting.metric_docs import describe
+
+OF_LOSSES = frozenset(
+    {
+        "clip_fraction",
+        "dual_clip_fraction",
+        "gradient_weight",
+        "importance_weight",
+        "log_ratio_max",
+        "policy_kl",
+        "policy_kl_k3",
+        "selected_fraction",
+    }
+)
+"""Metrics that a loss reports, one of the user's own as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,13 +232,18 @@ def _own_loss(own: OwnFunction) -> Callable[..., LossOutput]:
     function = load_function(own.use, where)
 
     def loss(*tensors_T: Tensor) -> LossOutput:
+        kept = trained(tensors_T[-1], *tensors_T)  # what is masked has no loss, even if the function reads no mask
+        if not kept[-1].numel():
+            return kept[0].sum(), {}  # nothing adds nothing, and the function need not expect it
         try:
-            found = function(*tensors_T, **options)
+            found = function(*kept, **options)
         except Exception as e:
             raise ConfigError(f"{where} raised {type(e).__name__}: {e}\n{traceback_of(e)}") from e
         value, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
         if not isinstance(value, Tensor) or value.shape != () or not bool(value.isfinite()):
             raise ConfigError(f"{where}: must return a finite scalar tensor (or that and metrics), got {value!r}")
+        if not value.requires_grad:
+            raise ConfigError(f"{where}: its value does not depend on logprobs_T: there is nothing to train")
         return value, _metrics(metrics, where)
 
     try_function(lambda: _check_loss(loss, where), where)
@@ -233,6 +254,10 @@ def _metrics(given: object, where: str) -> Metrics:
     """Metrics unchanged; plain tensors become the mean of their values. Raises ConfigError if they are none."""
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise ConfigError(f"{where}: metrics must be a mapping from names to numbers, got {given!r:.200}")
+    if taken := sorted(name for name in given if name not in OF_LOSSES and describe(name) is not None):
+        raise ConfigError(
+            f"{where}: its metric {taken[0]!r} would replace agentrl's (docs/metrics.md): use another name"
+        )
     return {name: m if isinstance(m, Metric) else mean_of(torch.as_tensor(m)) for name, m in given.items()}
 
 
@@ -251,8 +276,6 @@ def _check_loss(loss: Callable[..., LossOutput], where: str) -> None:
         leaf_T = new_T[part].clone().requires_grad_()
         sequence = sequence_T[part] - sequence_T[part][0]
         value, _ = loss(leaf_T, old_T[part], advantages_T[part], weights_T[part], sequence, mask_T[part])
-        if not value.requires_grad:
-            raise ConfigError(f"{where}: its value does not depend on logprobs_T: there is nothing to train")
         value.backward()  # type: ignore[no-untyped-call]
         assert leaf_T.grad is not None
         return value.detach(), leaf_T.grad

@@ -221,6 +221,16 @@ def plain(logprobs_T, old_logprobs_T, advantages_T, weights_T, sequence_T, loss_
     ratio_T = (logprobs_T - old_logprobs_T).exp() ** power
     return -(weights_T * advantages_T * ratio_T).sum(), {"mine": ratio_T.detach()}
 
+def peak(logprobs_T, old_logprobs_T, advantages_T, weights_T, sequence_T, loss_mask_T):
+    ratio_T = (logprobs_T - old_logprobs_T).exp()
+    return -(weights_T * advantages_T * ratio_T).sum(), {"peak": ratio_T.detach().max()}
+
+def taken(*tensors):
+    return plain(*tensors)[0], {"reward": 1.0}
+
+def sometimes(logprobs_T, *others):
+    return (logprobs_T if len(logprobs_T) < 8 else logprobs_T.detach()).sum()
+
 def mean(logprobs_T, old_logprobs_T, advantages_T, weights_T, sequence_T, loss_mask_T):
     return -(advantages_T * logprobs_T).mean()
 
@@ -255,6 +265,7 @@ def test_your_own_estimator_and_loss(small_dir: Path, tmp_path: Path):
         ("loss", "mean", "is not the sum of its values over each"),
         ("loss", "constant", "does not depend on logprobs_T"),
         ("loss", "nothing", "has no 'nothing'"),
+        ("loss", "taken", "its metric 'reward' would replace agentrl's"),
         ("advantage", "by_episode", r"one advantage for each token, a tensor of shape \(10,\), got \(4,\)"),
         ("advantage", "broken", "raised AttributeError"),
     ],
@@ -266,6 +277,42 @@ def test_your_own_function_is_tried_before_the_run(tmp_path: Path, key: str, nam
     file.write_text(OWN)
     with pytest.raises(ConfigError, match=said):
         Algorithm(AlgorithmConfig(**{key: f"{file}:{name}"}))
+
+
+@pytest.mark.parametrize("mask", [{"ratio_veto": 2.0}, {"correction": {"off_policy": 0.05}}])
+def test_masks_hold_for_a_loss_of_your_own_that_does_not_read_them(
+    small_dir: Path, tmp_path: Path, mask: dict[str, Any]
+):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    samples = make_batch(6, groups=2, size=3)
+    samples[0] = replace(samples[0], logprobs=tuple(v - 9 for v in samples[0].logprobs))
+    plain = {"name": "reinforce", "importance": "token", "high": 1e9}
+    algorithm = {"old_logprobs": "sampler", "ratio_veto": None}
+    (unmasked,), _ = gradients_of(make(small_dir, loss=plain, **algorithm), samples)
+    (wanted,), metrics = gradients_of(make(small_dir, loss=plain, **algorithm | mask), samples)
+    (found,), _ = gradients_of(make(small_dir, loss=f"{file}:plain", **algorithm | mask), samples)
+    assert 0 < metrics["ratio_veto" if "ratio_veto" in mask else "off_policy_masked"] < 1
+    assert relative(found, wanted) < 1e-9
+    assert relative(unmasked, wanted) > 1e-3
+
+
+def test_a_loss_of_your_own_is_not_asked_about_no_tokens(small_dir: Path, tmp_path: Path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    algorithm = {"loss": f"{file}:peak", "old_logprobs": "sampler", "ratio_veto": 1 + 1e-9}
+    samples = [replace(s, logprobs=(-90.0,) * len(s.ids)) for s in make_batch(6, groups=1, size=2)]
+    (gradient,), metrics = gradients_of(make(small_dir, **algorithm), samples)
+    assert metrics["ratio_veto"] == 1.0
+    assert "peak" not in metrics
+    assert gradient.norm() == 0
+
+
+def test_a_loss_of_your_own_without_a_gradient_is_one_error(small_dir: Path, tmp_path: Path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    with pytest.raises(ConfigError, match="does not depend on logprobs_T"):
+        gradients_of(make(small_dir, loss=f"{file}:sometimes"), make_batch(6, groups=2, size=3))
 
 
 def test_what_is_not_trained_has_no_gradient(small_dir: Path):
