@@ -271,7 +271,12 @@ class AlgorithmConfig(Section):
         given = sorted(self.loss.model_fields_set - unrelated)
         return found + [f"algorithm.loss.{name}" for name in given if not name.startswith("cov_")]
 
-    def notes(self, max_staleness: int) -> list[str]:
+    def _idle_value_clip(self, critic: CriticConfig) -> bool:
+        """Whether the user set the critic's clip, and its values never leave those before the step."""
+        updates = (critic.updates_per_step or self.updates_per_step) * (critic.epochs or self.epochs)
+        return updates == 1 and "value_clip" in critic.written and critic.value_clip is not None
+
+    def notes(self, max_staleness: int, critic: CriticConfig | None = None) -> list[str]:
         """Notes on settings that do less than they appear to."""
         found = []
         if names := self.idle_parameters(max_staleness):
@@ -279,6 +284,11 @@ class AlgorithmConfig(Section):
                 f"{', '.join(names)}: no effect; with one update a step and the learner's own old "
                 "log-probabilities the policy ratio is always 1 (algorithm.updates_per_step or algorithm.epochs "
                 "above 1 changes that)"
+            )
+        if critic is not None and self._idle_value_clip(critic):
+            found.append(
+                "critic.value_clip: no effect; with one update of the critic a step its values are those before "
+                "the step (critic.updates_per_step or critic.epochs above 1 changes that)"
             )
         if self.kl.in_loss and self.kl.kind in ("k1", "abs"):
             found.append(
@@ -303,8 +313,11 @@ def _dead_parameters(advantage: Named | OwnFunction) -> list[str]:
         found.append(
             "algorithm.advantage.eps has no effect where nothing is divided by a standard deviation: remove it"
         )
-    if changed("per") and getattr(advantage, "gamma", None) == 1.0:
-        found.append("algorithm.advantage.per has no effect with gamma: 1.0, which discounts nothing: remove it")
+    if changed("per") and getattr(advantage, "gamma", None) == 1.0 and getattr(advantage, "lam", 1.0) == 1.0:
+        both = " and lam: 1.0" if advantage.name == "gae" else ""
+        found.append(
+            f"algorithm.advantage.per has no effect with gamma: 1.0{both}, which discount nothing: remove it"
+        )
     return found
 
 

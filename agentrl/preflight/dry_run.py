@@ -211,7 +211,7 @@ async def _rehearse(
     findings += _length_findings(config, prompt_tokens, max_context)
     findings += _limit_findings(config, scripted)
     notes = [*repeated_ids(content), *fewer_tasks(config, content)]
-    notes += [*config.algorithm.notes(config.rollout.max_staleness), *noting.notes]
+    notes += [*config.algorithm.notes(config.rollout.max_staleness, config.critic), *noting.notes]
     env = content.make_env()
     rewards = config.reward_model is None and config.algorithm.advantage.name != "none"
     if rewards and (nothing := no_reward(env, (scripted, silent))):

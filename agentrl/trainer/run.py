@@ -209,7 +209,7 @@ def _checked_content(config: RunConfig, store: RunStore, reporter: Reporter) -> 
     if config.model.path is not None:
         check_teacher_folder(config, Path(config.model.path))  # before a cold start, which takes time
     notes = (*repeated_ids(content), *fewer_tasks(config, content))
-    for note in (*notes, *config.algorithm.notes(config.rollout.max_staleness)):
+    for note in (*notes, *config.algorithm.notes(config.rollout.max_staleness, config.critic)):
         reporter.note(note)
     for name, part in content.by_env.items():
         _check_part(config, name, part, store, reporter)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.correction import Correction, DriftGate
 from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.config import config_diff, dump_config, load_config
-from agentrl.config.algorithm import AlgorithmConfig, CorrectionConfig, DriftGateConfig
+from agentrl.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, DriftGateConfig
 from agentrl.config.choice import choice_of
 from agentrl.config.describe import json_schema
 from agentrl.errors import ConfigError
@@ -203,3 +204,20 @@ def test_an_estimate_whose_gradient_penalizes_nothing_is_noted(
         assert reason in note
         instead = load_config(write(tmp_path, json.dumps({"kl": kl | {"kind": f"{kl['kind']}+"}})))
         assert f"or {instead.algorithm.kl.kind} to keep the reported value" in note
+
+
+@pytest.mark.parametrize(
+    ("critic", "algorithm", "noted"),
+    [
+        ({"value_clip": 0.1}, {}, True),
+        ({}, {}, False),
+        ({"value_clip": None}, {}, False),
+        ({"value_clip": 0.1}, {"epochs": 2}, False),
+        ({"value_clip": 0.1, "updates_per_step": 2}, {}, False),
+        ({"value_clip": 0.1, "epochs": 1, "updates_per_step": 1}, {"epochs": 2, "updates_per_step": 2}, True),
+    ],
+)
+def test_a_value_clip_that_clips_nothing_is_noted(critic: dict[str, Any], algorithm: dict[str, Any], noted: bool):
+    config = AlgorithmConfig(advantage="gae", **algorithm)
+    found = [note for note in config.notes(0, CriticConfig(**critic)) if "critic.value_clip" in note]
+    assert len(found) == noted

@@ -244,6 +244,8 @@ def test_estimators_say_which_equal_rewards_have_a_signal(name: str):
         ({"name": "grpo_passk", "normalize_std": False, "eps": 0.1}, "advantage.eps has no effect"),
         ({"name": "turn_level", "normalize_std": False, "eps": 0.1}, "advantage.eps has no effect"),
         ({"name": "reinforce_plus_plus", "per": "turn"}, "advantage.per has no effect with gamma"),
+        ({"name": "gae", "per": "turn"}, "advantage.per has no effect with gamma: 1.0 and lam: 1.0"),
+        ({"name": "gae", "per": "turn", "lam": 0.9}, ""),
         ({"name": "grpo", "std": "none"}, ""),
         ({"name": "grpo", "eps": 0.1}, ""),
         ({"name": "gdpo", "normalize_std": False, "eps": 0.1}, ""),
