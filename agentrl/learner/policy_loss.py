@@ -281,6 +281,8 @@ def _check_loss(loss: Callable[..., LossOutput], where: str) -> None:
         return value.detach(), leaf_T.grad
 
     whole, gradient_T = of(slice(0, 7))
+    if not bool(gradient_T.isfinite().all()):
+        raise ConfigError(f"{where}: its gradient is not finite on a few tokens")
     (first, first_T), (second, second_T) = of(slice(0, 3)), of(slice(3, 7))
     if not torch.allclose(whole, first + second, 1e-6) or not torch.allclose(
         gradient_T, torch.cat([first_T, second_T]), 1e-6

@@ -225,6 +225,9 @@ def peak(logprobs_T, old_logprobs_T, advantages_T, weights_T, sequence_T, loss_m
     ratio_T = (logprobs_T - old_logprobs_T).exp()
     return -(weights_T * advantages_T * ratio_T).sum(), {"peak": ratio_T.detach().max()}
 
+def steep(logprobs_T, old_logprobs_T, advantages_T, weights_T, sequence_T, loss_mask_T):
+    return (weights_T * (logprobs_T - logprobs_T.detach()).abs().sqrt()).sum()
+
 def taken(*tensors):
     return plain(*tensors)[0], {"reward": 1.0}
 
@@ -265,6 +268,7 @@ def test_your_own_estimator_and_loss(small_dir: Path, tmp_path: Path):
         ("loss", "mean", "is not the sum of its values over each"),
         ("loss", "constant", "does not depend on logprobs_T"),
         ("loss", "nothing", "has no 'nothing'"),
+        ("loss", "steep", "its gradient is not finite"),
         ("loss", "taken", "its metric 'reward' would replace agentrl's"),
         ("advantage", "by_episode", r"one advantage for each token, a tensor of shape \(10,\), got \(4,\)"),
         ("advantage", "broken", "raised AttributeError"),
