@@ -88,7 +88,7 @@ METRICS: tuple[MetricDoc, ...] = (
             "fraction",
             "Fraction of scored episodes that are solved; only if the env declares what that is.",
         ),
-        ("*reward/{name}", "", "Mean of one part of the reward, before its weight; 0 for an episode without it."),
+        ("*reward/{name}", "", "Mean of one part of the reward, weight included; 0 for an episode without it."),
         (
             "*groups_with_signal",
             "groups",
