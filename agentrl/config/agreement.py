@@ -471,6 +471,7 @@ def _check_places(config: RunConfig) -> None:
             "eval.top_p, eval.top_k and eval.min_p do not reach the completions of an `agent`: remove them"
         )
     _check_devices(config)
+    _check_temperatures(config)
     if evaluation.background and not any(
         each.every for view in config.by_env.values() for each in view.eval.by_set.values()
     ):
@@ -483,6 +484,15 @@ def _check_places(config: RunConfig) -> None:
             "ray has no effect while nothing runs on Ray: remove it, or set learner.ranks, rollout.workers, "
             "learner.reference_ranks, critic.ranks, reward_model.workers or engine.server.launch"
         )
+
+
+def _check_temperatures(config: RunConfig) -> None:
+    config.engine.refuse_temperature(config.rollout.temperature, "rollout.temperature")
+    for name, view in config.by_env.items():
+        where = f"envs.{name}." if name and config.envs[name].eval is not None else ""
+        for part, each in view.eval.by_set.items():
+            key = f"eval.sets.{part}" if part else "eval"
+            config.engine.refuse_temperature(each.temperature, f"{where}{key}.temperature")
 
 
 def _check_devices(config: RunConfig) -> None:

@@ -23,6 +23,8 @@ SERVERS: Mapping[str, tuple[Sync, ...]] = {
     "vllm": ("disk", "lora", "tensor", "delta"),
 }
 """Kinds of servers, each with the ways weights reach it; the first is the default for servers the run starts."""
+VLLM_TEMPERATURES = 0.01, 2.0
+"""The lowest and the highest that vLLM samples with: it takes the lowest for anything colder, and refuses more."""
 
 
 class ServerConfig(Section):
@@ -178,6 +180,19 @@ class EngineConfig(Section):
     def own(self) -> bool:
         """Whether `kind` names a user-supplied engine."""
         return is_own(self.kind)
+
+    def refuse_temperature(self, temperature: float, key: str) -> None:
+        """Check that the engine can sample with a temperature; `key` is where it is written.
+
+        Raises:
+            ValueError: it would sample with another one, or not at all.
+        """
+        low, high = VLLM_TEMPERATURES
+        if self.kind == "vllm" and temperature and not low <= temperature <= high:
+            raise ValueError(
+                f"{key} is {temperature:g}, and vLLM samples with {low:g} to {high:g} (or 0, greedy): change it, "
+                "or use another engine.kind"
+            )
 
     @property
     def resolved_sync(self) -> Sync:

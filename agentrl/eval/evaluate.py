@@ -123,6 +123,11 @@ def make_spec(subject: Subject, config: RunConfig, options: EvalOptions) -> Eval
             f"{options.attempts} greedy attempts at each task are all the same: give a --temperature above 0, "
             "or one attempt"
         )
+    if subject.endpoint is None:
+        try:
+            config.engine.refuse_temperature(temperature, "--temperature")
+        except ValueError as e:
+            raise ConfigError(str(e)) from None
     filters = options.filters
     if temperature == 0 and filters != EVERY_TOKEN:
         raise ConfigError("--top-p, --top-k and --min-p have no effect on greedy episodes: give a --temperature")

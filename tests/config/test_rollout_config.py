@@ -36,6 +36,28 @@ def test_what_fits_is_taken():
     assert config({"groups_ahead": 0, "max_staleness": 2}).rollout.groups_ahead == 0
 
 
+@pytest.mark.parametrize(
+    ("rollout", "more", "message"),
+    [
+        ({"temperature": 0.005}, {}, "rollout.temperature is 0.005, and vLLM samples with 0.01 to 2"),
+        ({"temperature": 2.5}, {}, "rollout.temperature is 2.5"),
+        ({}, {"eval": {"temperature": 0.001}}, "eval.temperature is 0.001"),
+        ({}, {"eval": {"sets": {"hot": {"temperature": 3.0}}}}, r"eval\.sets\.hot\.temperature is 3,"),
+        (
+            {},
+            {"env": None, "envs": {"a": {"use": "a:B", "eval": {"temperature": 3.0}}, "b": {"use": "b:B"}}},
+            r"envs\.a\.eval\.temperature is 3,",
+        ),
+    ],
+)
+def test_temperatures_that_vllm_would_replace_are_refused(
+    rollout: dict[str, Any], more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        config(rollout, engine={"kind": "vllm"}, **more)
+    config(rollout, engine={"kind": "sglang"}, **more)
+
+
 GAE = {"advantage": "gae"}
 SCORER = {"kind": "classifier", "path": "x", "workers": 1}
 

@@ -12,6 +12,7 @@ import pytest
 
 from agentrl.cli.app import main
 from agentrl.config import RunConfig
+from agentrl.config.engine import EngineConfig
 from agentrl.config.run import EnvConfig
 from agentrl.engine.chat_client import Endpoint
 from agentrl.envs.calculator import Calculator
@@ -468,6 +469,13 @@ def test_filters_are_sent_and_belong_to_the_evaluation(tmp_path: Path):
     options = EvalOptions(tasks=1, temperature=1.0, filters=Filters(top_p=0.9))
     with pytest.raises(ConfigError, match="--top-p and --request top_p: give one of them"):
         evaluate(Subject(endpoint=twice), config(), options, folder=tmp_path / "h", reporter=Silent())
+
+
+def test_a_temperature_that_vllm_would_replace_is_refused(tmp_path: Path):
+    served = config().model_copy(update={"engine": EngineConfig(kind="vllm")})
+    options = EvalOptions(tasks=1, temperature=0.005)
+    with pytest.raises(ConfigError, match=r"--temperature is 0\.005, and vLLM samples with 0\.01 to 2"):
+        evaluate(Subject(checkpoint=tmp_path), served, options, folder=tmp_path / "e", reporter=Silent())
 
 
 def test_a_field_that_the_evaluation_decides_is_not_given_as_another(tmp_path: Path):
