@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 LONGEST_PAUSE_S = 20.0
+SGLANG_RESERVES = 7
+"""How many tokens the prompts of SGLang 0.5.23 must have less than its context."""
 POLL_S = 0.2
 """How often a wait checks whether the run was aborted."""
 ROUNDING = 1e-2
@@ -66,7 +68,7 @@ class TeacherServer:
     def longest(self) -> int | None:
         """The most tokens that it scores at once; None if it does not say.
 
-        One less than its context: vLLM and SGLang always sample a token, even with `max_tokens: 0`.
+        Less than its context: vLLM and SGLang always sample a token, even with `max_tokens: 0`.
         """
         import openai
 
@@ -74,8 +76,9 @@ class TeacherServer:
             models = {model.id: model for model in self._connected().models.list().data}
         except (openai.OpenAIError, ValueError, AttributeError, TypeError):  # it need not list its models
             return None
-        context = getattr(models.get(self.config.model or ""), "max_model_len", None)
-        return context - 1 if isinstance(context, int) else None
+        model = models.get(self.config.model or "")
+        context, owner = getattr(model, "max_model_len", None), getattr(model, "owned_by", None)
+        return context - (SGLANG_RESERVES if owner == "sglang" else 1) if isinstance(context, int) else None
 
     def close(self) -> None:
         """End what waits for the server, in any thread; idempotent."""

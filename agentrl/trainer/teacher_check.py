@@ -92,8 +92,8 @@ async def check_teacher_server(config: RunConfig, policy: Path) -> None:
         if longest is not None and longest < episode:
             where = f"envs.{env}." if env else ""
             raise ConfigError(
-                f"{server.where}: scores at most {longest} tokens, one less than its context, and an episode may "
-                f"have {episode}: set {where}rollout.token_budget to at most {longest}"
+                f"{server.where}: scores at most {longest} tokens, less than its context, and an episode may have "
+                f"{episode}: set {where}rollout.token_budget to at most {longest}"
             )
 
 

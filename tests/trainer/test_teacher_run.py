@@ -9,9 +9,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from openai.types import Model
 from safetensors.torch import load_file
 
 from agentrl.chat.template import Renderer
@@ -280,6 +282,14 @@ def check_its_context(given: dict[str, Any], policy: Path) -> None:
                 ConfigError, match=r"an episode may have 512: set rollout\.token_budget to at most 511"
             ):
                 asyncio.run(check_teacher_server(config, policy))
+
+
+def test_a_teacher_on_sglang_scores_less_than_its_context(monkeypatch: pytest.MonkeyPatch):
+    server = TeacherServer(TeacherConfig(url="http://127.0.0.1:9/v1", model="t"))
+    models = [Model(id="t", created=0, object="model", owned_by="sglang", max_model_len=256)]
+    client = SimpleNamespace(models=SimpleNamespace(list=lambda: SimpleNamespace(data=models)))
+    monkeypatch.setattr(server, "_connected", lambda: client)
+    assert server.longest() == 249
 
 
 def test_a_teacher_that_nobody_serves_is_refused_before_the_run(teacher: Path):
