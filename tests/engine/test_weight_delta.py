@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 
 import pytest
@@ -241,3 +241,44 @@ def test_a_worker_of_vllm_collects_changes_and_reloads():
     worker.agentrl_load("no")
     with pytest.raises(RuntimeError, match="never sent"):
         worker.agentrl_change(changes_of(old, changed(old, 0.03)))
+
+
+class Experts(nn.Module):
+    """What vLLM 0.32 makes of experts on a CPU: it packs their weights while it makes a kernel, never again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13_weight = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.quant_method = Method()
+
+    def load(self, weight: Tensor) -> None:
+        method = self.quant_method
+        self.w13_weight.copy_(weight if method.moe_kernel is not None else weight.flip(0))
+        method.moe_kernel = method.moe_kernel or "a kernel"
+
+
+class Method:
+    moe_kernel: str | None = "the first kernel"
+
+
+def worker_with_experts(reload: Callable[[Experts, Tensor], None]) -> tuple[Worker, Experts]:
+    worker, experts = Worker(weights_of()), Experts()
+    worker.get_model = lambda: nn.Sequential(nn.Linear(1, 1), experts)
+    worker.reload_weights = lambda weights_iterator: [reload(experts, weight) for _, weight in weights_iterator]
+    return worker, experts
+
+
+def test_a_worker_of_vllm_packs_experts_again_on_a_cpu():
+    worker, experts = worker_with_experts(Experts.load)
+    for weight in (torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])):
+        worker.agentrl_take(_serialized({"w13": weight}))
+        worker.agentrl_load("no")
+        assert torch.equal(experts.w13_weight, weight.flip(0))
+
+
+def test_experts_that_vllm_does_not_reload_are_an_error():
+    worker, experts = worker_with_experts(lambda experts, weight: None)
+    worker.agentrl_take(_serialized({"w13": torch.ones(2)}))
+    with pytest.raises(RuntimeError, match="vLLM does not load new weights of Experts"):
+        worker.agentrl_load("no")
+    assert experts.quant_method.moe_kernel is not None, "vLLM dies at the next request"

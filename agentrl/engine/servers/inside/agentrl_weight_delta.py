@@ -251,18 +251,43 @@ class VLLMWeights:
     def agentrl_load(self, keep: str) -> None:
         """Load the collected weights; `keep` is "yes" if changes will follow."""
         held = self._agentrl()
-        self.reload_weights(weights_iterator=iter(held.items()))
-        self._agentrl_pack()
+        self._agentrl_reload(weights_iterator=iter(held.items()))
         if keep != "yes":
             held.clear()
 
     def agentrl_load_folder(self, path: str) -> None:
         """Load the weights in a folder."""
-        self.reload_weights(weights_path=path)
-        self._agentrl_pack()
+        self._agentrl_reload(weights_path=path)
 
-    def _agentrl_pack(self) -> None:
-        """On a CPU, pack tied output layers again: vLLM 0.32 leaves them as they were before the reload."""
+    def _agentrl_reload(self, **weights: Any) -> None:
+        """Reload all weights.
+
+        On a CPU, vLLM 0.32 packs experts only where they have no kernel yet, and leaves tied output layers as they
+        were. It does not reload the experts of some models (gpt-oss) and goes on with the old ones.
+
+        Raises:
+            RuntimeError: it has left experts as they were.
+        """
+        marked: list[Any] = []
+        kernels: dict[Any, Any] = {}
+        for layer in self.get_model().modules():
+            weight = getattr(layer, "w13_weight", None)
+            method: Any = getattr(layer, "quant_method", None)
+            if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.element_size() < 2:
+                continue
+            weight.data[(0,) * weight.dim()] = math.nan
+            marked.append(layer)
+            if weight.device.type == "cpu" and getattr(method, "moe_kernel", None) is not None:
+                kernels[method], method.moe_kernel = method.moe_kernel, None
+        try:
+            self.reload_weights(**weights)
+        finally:
+            for method, kernel in kernels.items():
+                method.moe_kernel = method.moe_kernel or kernel
+        if left := [layer for layer in marked if bool(layer.w13_weight[(0,) * layer.w13_weight.dim()].isnan())]:
+            raise RuntimeError(
+                f"vLLM does not load new weights of {type(left[0]).__name__}: use SGLang for this model"
+            )
         for layer in self.get_model().modules():
             packed = "cpu_linear" in layer.__dict__ and getattr(layer, "weight", None) is not None
             if packed and layer.weight.numel():
