@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -256,6 +257,9 @@ def test_a_server_for_adapters_is_started_with_their_rank_and_layers(tmp_path: P
     assert "--enable-lora --max-lora-rank 4 --lora-target-modules q_proj up_proj --max-loras-per-batch 3" in line
     line = " ".join(launch_recipe(config, tmp_path, "python", 0, LoRAConfig(targets=["down_proj"])).command(1))
     assert "--lora-target-modules down_proj --max" in line
+    dotted = LoRAConfig(targets=["mlp.down_proj", "layers.1.mlp.down_proj"])
+    line = " ".join(launch_recipe(config, tmp_path, "python", 0, dotted).command(1))
+    assert "--lora-target-modules down_proj --max" in line
     assert "lora" not in " ".join(launch_recipe(config, tmp_path, "python", 0).command(1))
 
 
@@ -267,6 +271,14 @@ async def test_an_adapter_that_sglang_would_drop_is_refused(tmp_path: Path, targ
     config = EngineConfig(kind="sglang", device="cpu", sync="lora")
     with pytest.raises(ConfigError, match=f"lack {lack}"):
         await open_engine(config, model_in(tmp_path), LoRAConfig(targets=targets))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["shared_expert_gate"], ["mlp.shared_expert_gate"]])
+async def test_layers_that_sglang_has_no_adapters_for_are_refused(tmp_path: Path, targets: Any) -> None:
+    config, model = EngineConfig(kind="sglang", device="cpu", sync="lora"), model_in(tmp_path)
+    save_file({"model.layers.0.mlp.shared_expert_gate.weight": torch.zeros(1, 2)}, model / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"SGLang serves no adapters of shared_expert_gate: name other layers"):
+        await open_engine(config, model, LoRAConfig(targets=targets))
 
 
 async def test_an_installation_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -45,6 +45,12 @@ RESERVED = 6
 """Context tokens that SGLang reserves: longer prompts are rejected, longer completions are truncated."""
 UNNAMED = "default"
 """SGLang's version of weights for which it was given none."""
+ADAPTED = {
+    *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "qkvr", "wo_ud", "q_a_proj", "q_b_proj", "kv_b_proj"),
+    *("kv_a_proj_with_mqa", "wq_b", "wk", "weights_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj"),
+    "lm_head",
+}
+"""Linear layers that SGLang 0.5.23 starts with adapters for."""
 _CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     # Ten times faster than two threads, which wait for each other at every small operation.
@@ -426,7 +432,13 @@ def _command(config: EngineConfig, model: Path, gpu: int | None) -> CommandLine:
 def _adapters(config: EngineConfig, lora: LoRAConfig, model: Path, gpu: int | None) -> CommandLine:
     """Reserve room for two adapters; SGLang counts requests without one (health checks) as a third."""
     check_targets(lora)
-    targets = linear_names(model) if lora.targets == "all-linear" else sorted(set(lora.targets))
+    ends = linear_names(model) if lora.targets == "all-linear" else lora.targets
+    targets = sorted({target.rpartition(".")[2] for target in ends})
+    if unknown := sorted(set(targets) - ADAPTED):
+        raise ConfigError(
+            f"learner.lora.targets {lora.targets}: SGLang serves no adapters of {', '.join(unknown)}: name other "
+            "layers, or use another engine.sync, which sends merged weights"
+        )
     line = ["--enable-lora", "--max-lora-rank", str(lora.rank), "--lora-target-modules", *targets]
     line += ["--max-loras-per-batch", "3"]
     return line + (["--lora-backend", "torch_native"] if gpu is None else []), {}
