@@ -179,7 +179,7 @@ class LoopbackServer:
         return (503, "") if self.sick else (200, "")
 
     async def _get_server_info(self, body: dict[str, object]) -> tuple[int, object]:
-        info = {"max_req_input_len": self.max_context - 1, "enable_deterministic_inference": True}
+        info = {"max_req_input_len": self.max_context, "enable_deterministic_inference": True}
         return 200, info | {"skip_tokenizer_init": not self.grammars}
 
     async def _post_generate(self, body: dict[str, Any]) -> tuple[int, object]:

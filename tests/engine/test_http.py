@@ -70,5 +70,5 @@ async def test_a_caller_that_is_cancelled_is_not_told_of_a_loss() -> None:
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        assert (await server.get("/server_info"))["max_req_input_len"] == there.max_context - 1
+        assert (await server.get("/server_info"))["max_req_input_len"] == there.max_context
         await server.close()

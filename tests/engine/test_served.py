@@ -128,6 +128,8 @@ async def test_no_penalty_of_the_servers_own_changes_what_is_sampled(model: Path
 
 async def test_a_completion_ends_with_the_context(model: Path) -> None:
     async with servers(1, max_context=10) as (server,), engine_over(model, server) as engine:
+        longest = await engine.generate([1] * (engine.max_context - 1), Sampling(max_tokens=50))
+        assert len(longest.ids) == 1
         completion = await engine.generate(PROMPT, Sampling(max_tokens=50))
         assert len(PROMPT) + len(completion.ids) == engine.max_context
         assert completion.finish == "length"

@@ -41,8 +41,6 @@ from agentrl.types import Sampling
 if TYPE_CHECKING:
     from torch import Tensor
 
-RESERVED = 6
-"""Context tokens that SGLang reserves: longer prompts are rejected, longer completions are truncated."""
 UNNAMED = "default"
 """SGLang's version of weights for which it was given none."""
 ADAPTED = {
@@ -102,7 +100,7 @@ class SGLangServer:
         """Return context length and capabilities, from `/server_info`."""
         info = await self._http.get("/server_info", timeout_s=30.0)
         try:
-            longest = int(info["max_req_input_len"])
+            above = int(info["max_req_input_len"])  # the least number of tokens that is refused
             seeds = bool(info.get("enable_deterministic_inference"))
         except (TypeError, KeyError, ValueError) as e:
             raise EngineError(f"{self.url}/server_info does not say max_req_input_len: {e}") from e
@@ -112,7 +110,7 @@ class SGLangServer:
                 f"and with {LOADER_FOLDER} on PYTHONPATH, or use another engine.sync"
             )
         silent = info.get("skip_tokenizer_init") or info.get("grammar_backend") == "none"
-        return Description(longest + 1, seeds, grammars=not silent)
+        return Description(above, seeds, grammars=not silent)
 
     async def check(self, *, timeout_s: float) -> None:
         """Return if the server can sample a token, or is sampling."""
