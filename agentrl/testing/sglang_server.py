@@ -82,6 +82,7 @@ class LoopbackServer:
         self._go = asyncio.Event()
         self._go.set()
         self._server: asyncio.Server | None = None
+        self.starts = 0
         self._open: set[asyncio.Task[None]] = set()
         self.host, self.port = "127.0.0.1", 0
 
@@ -93,7 +94,15 @@ class LoopbackServer:
     async def start(self) -> None:
         """Listen on a free port; after `die`, on the same one again."""
         self._server = await asyncio.start_server(self._accept, self.host, self.port)
+        self.starts += 1
         self.port = self._server.sockets[0].getsockname()[1]
+
+    async def restart(self) -> None:
+        """Die and start again, with the weights of a new process."""
+        await self.die()
+        self.version = "default"
+        self.adapters.clear()
+        await self.start()
 
     async def die(self) -> None:
         """Break every connection at once and stop listening; requests in progress are dropped."""
@@ -195,7 +204,7 @@ class LoopbackServer:
         if "logprob_start_len" in body:
             names = [0 if token == self.vocabulary - 1 else token for token in ids]  # as SGLang 0.5.23 does
             scores = [[None if n == 0 else _logprob(ids[n]), name, None] for n, name in enumerate(names)]
-            meta: dict[str, object] = {"input_token_logprobs": scores}
+            meta: dict[str, object] = {"input_token_logprobs": scores, "weight_version": self.version}
             if top := int(body.get("top_logprobs_num") or 0):
                 meta["input_top_logprobs"] = [None, *(_alternatives(token, top) for token in ids[1:])]
             return 200, {"output_ids": [], "meta_info": meta}
@@ -369,6 +378,9 @@ class LoopbackVLLM(LoopbackServer):
 
     extended = False
     """Whether its workers have the calls of `agentrl.engine.servers.inside`."""
+
+    async def _get_metrics(self, body: dict[str, object]) -> tuple[int, object]:
+        return 200, f"python_info 1.0\nprocess_start_time_seconds {self.starts}\n"
 
     async def _get_models(self, body: dict[str, object]) -> tuple[int, object]:
         return 200, {"data": [{"id": "policy", "max_model_len": self.max_context}]}

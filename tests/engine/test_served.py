@@ -529,6 +529,37 @@ async def test_a_server_that_comes_back_gets_the_current_adapter(model: Path, tm
         assert len(server.adapters) == 1
 
 
+async def test_a_server_that_was_restarted_in_a_silence_gets_the_current_adapter(
+    model: Path, tmp_path: Path
+) -> None:
+    sync = AdapterSync(model, tmp_path, alpha=8.0)
+    async with (
+        servers(1) as (server,),
+        engine_over(model, server, sync=sync, adapters=True, health_every_s=60.0) as engine,
+    ):
+        await engine.update_weights(adapter(1), version=7)
+        await server.restart()
+        assert (await engine.generate(PROMPT, Sampling(max_tokens=3))).versions == (7,) * 3
+        assert server.named[-1] in server.adapters
+        await server.restart()
+        assert {one.version for one in await engine.prompt_logprobs([1, 2, 3])} == {7}
+        assert server.named[-1] in server.adapters
+        await server.restart()
+        await engine.update_weights(adapter(2), version=8)
+        assert (await engine.generate(PROMPT, Sampling(max_tokens=3))).versions == (8,) * 3
+
+
+async def test_scores_of_a_server_that_was_restarted_in_a_silence_are_those_of_the_sent_weights(
+    model: Path,
+) -> None:
+    async with servers(1) as (server,), engine_over(model, server, health_every_s=60.0) as engine:
+        await engine.update_weights(weights(1), version=3)
+        await server.restart()
+        server.weights.clear()
+        assert {one.version for one in await engine.prompt_logprobs([1, 2, 3])} == {3}
+        assert server.weights, "the scores are of other weights"
+
+
 async def test_an_adapter_that_is_refused_stops_the_run_with_the_reason(model: Path, tmp_path: Path) -> None:
     sync = AdapterSync(model, tmp_path, alpha=8.0)
     async with servers(1) as (server,), engine_over(model, server, sync=sync, adapters=True) as engine:

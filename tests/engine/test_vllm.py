@@ -14,10 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentrl.config.engine import EngineConfig, ServerConfig
+from agentrl.config.engine import EngineConfig, ServerConfig, Sync
 from agentrl.config.run import LoRAConfig
 from agentrl.engine.base import GenerateOptions, TokenLogprob
 from agentrl.engine.open import open_engine
+from agentrl.engine.servers import vllm
 from agentrl.engine.servers.opening import launch_recipe
 from agentrl.engine.servers.server_engine import ServedEngine
 from agentrl.errors import ConfigError, EngineError
@@ -250,6 +251,56 @@ async def test_an_adapter_travels_alone(model: Path) -> None:
         finally:
             await engine.close()
         assert not server.adapters
+
+
+async def test_an_adapter_that_is_refused_stops_the_run_with_the_reason(model: Path) -> None:
+    """vLLM answers 500 to one of layers that it cannot adapt."""
+    async with LoopbackVLLM() as server:
+        config = EngineConfig(kind="vllm", device="cpu", sync="lora", server=ServerConfig(urls=[server.url]))
+        engine = await open_engine(config, model, LoRAConfig(rank=2))
+        server.refuse["/v1/load_lora_adapter"] = (500, {"error": {"message": "expected target modules in q_proj"}})
+        state = {"base_model.model.model.layers.0.mlp.gate_up_proj.lora_A.weight": torch.ones(2, 8)}
+        with pytest.raises(EngineError, match=r"weights of version 1 were refused.*expected target modules"):
+            await engine.update_weights(state, version=1)
+        await engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*started again, without the weights")
+@pytest.mark.filterwarnings("ignore:.*answers again")
+@pytest.mark.parametrize("sync", ["disk", "lora"])
+async def test_a_server_that_was_restarted_in_a_silence_gets_the_weights_again(
+    model: Path, monkeypatch: pytest.MonkeyPatch, sync: Sync
+) -> None:
+    """It answers at once, with the weights that it started with."""
+    monkeypatch.setattr(vllm, "_SURE_S", 0.0)
+    async with LoopbackVLLM() as server:
+        config = EngineConfig(kind="vllm", device="cpu", sync=sync, server=ServerConfig(urls=[server.url]))
+        engine = await open_engine(config, model, LoRAConfig(rank=2) if sync == "lora" else None)
+        name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" if sync == "lora" else "a"
+        for version in (1, 2):
+            await engine.update_weights({name: torch.ones(2, 8)}, version=version)
+            await server.restart()
+            server.weights.clear()
+            completion = await engine.generate(PROMPT, Sampling(max_tokens=3))
+            assert completion.versions == (version,) * 3
+            assert len(server.weights) == 1, "sampled with other weights"
+            await server.restart()
+        server.weights.clear()
+        assert {one.version for one in await engine.prompt_logprobs(PROMPT)} == {2}
+        assert len(server.weights) == 1
+        await engine.close()
+
+
+async def test_a_server_that_does_not_say_when_it_started_is_used_all_the_same(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "_SURE_S", 0.0)
+    async with LoopbackVLLM() as server, opened(model, server) as engine:
+        server.refuse["/metrics"] = (404, {"detail": "Not Found"})
+        await engine.update_weights({"a": torch.ones(2)}, version=1)
+        assert (await engine.generate(PROMPT, Sampling(max_tokens=2))).versions == (1, 1)
+        server.refuse["/metrics"] = (200, "")
+        assert (await engine.generate(PROMPT, Sampling(max_tokens=2))).versions == (1, 1)
 
 
 def test_vllm_starts_with_room_for_two_adapters(model: Path) -> None:

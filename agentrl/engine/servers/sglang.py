@@ -13,7 +13,7 @@ import math
 import pickle
 import re
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from operator import index
 from pathlib import Path
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 UNNAMED = "default"
 """SGLang's version of weights for which it was given none."""
+_UNVERSIONED = "answers with weights that have no version"
 ADAPTED = {
     *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "qkvr", "wo_ud", "q_a_proj", "q_b_proj", "kv_b_proj"),
     *("kv_a_proj_with_mqa", "wq_b", "wk", "weights_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj"),
@@ -90,6 +91,7 @@ class SGLangServer:
         self._update_timeout_s, self._tensor_parallel = update_timeout_s, tensor_parallel
         self._adapters = AdapterStand() if adapters else None
         self._changes = changes
+        self._sent = False
 
     @property
     def url(self) -> str:
@@ -134,7 +136,7 @@ class SGLangServer:
         }
         if self._adapters is None:
             return _read_answer(await self._generate(body, listener, None), self.url)
-        with self._adapters.use(request) as adapter:
+        with self._adapters.use(request) as adapter, _restarted_without(adapter):
             answer = await self._generate(body | _named(adapter), listener, adapter.version)
         return _read_answer(answer, self.url, adapter.version)
 
@@ -165,14 +167,16 @@ class SGLangServer:
         if self._adapters is None:
             answer = await self._http.post("/generate", body)
         else:
-            with self._adapters.use(uuid.uuid4().hex) as adapter:
+            with self._adapters.use(uuid.uuid4().hex) as adapter, _restarted_without(adapter):
                 answer = await self._http.post("/generate", body | _named(adapter))
         try:
+            if self._sent and answer["meta_info"].get("weight_version") == UNNAMED:
+                raise ServerRestarted(f"{self.url}/generate: {_UNVERSIONED}")
             entries = answer["meta_info"]["input_token_logprobs"]
             tops = answer["meta_info"]["input_top_logprobs"] if top else ()
             found = [Scored(float(entries[n][0]), best_of(tops, n, top)) for n in range(1, len(entries))]
             named = [int(entry[1]) for entry in entries]
-        except (TypeError, KeyError, IndexError, ValueError) as e:
+        except (TypeError, KeyError, IndexError, ValueError, AttributeError) as e:
             raise EngineError(f"{self.url}/generate: no log-probabilities of the given tokens: {e!r}") from e
         last = max(ids)  # SGLang 0.5.23 calls the last id of the vocabulary 0
         if len(named) != len(ids) or any(
@@ -215,6 +219,7 @@ class SGLangServer:
 
     async def load_folder(self, folder: Path, version: int) -> None:
         """Load the weights in a folder that the server can read."""
+        self._sent = True
         await self._control(
             "/update_weights_from_disk",
             {"model_path": str(folder), "weight_version": str(version), "flush_cache": False},
@@ -230,7 +235,8 @@ class SGLangServer:
         await self._control("/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(folder)})
         await asyncio.gather(*map(self.abort, self._adapters.change(adapter)))
         for name in await self._adapters.unused():
-            await self._control("/unload_lora_adapter", {"lora_name": name})
+            with contextlib.suppress(ServerRefused):  # it has been started again, without them
+                await self._control("/unload_lora_adapter", {"lora_name": name})
 
     async def load_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Load some of the weights: those on a GPU by handle (same GPU, no copy through the host), others by
@@ -243,6 +249,7 @@ class SGLangServer:
 
     async def _load(self, tensors: Mapping[str, Tensor], version: int, how: Mapping[str, str]) -> None:
         payload = _serialized(tensors)
+        self._sent = True
         await self._control(
             "/update_weights_from_tensor",
             {
@@ -269,6 +276,7 @@ class SGLangServer:
 
     async def receive(self, tensors: Mapping[str, Tensor], group: str, version: int) -> None:
         """Receive these tensors, broadcast in this order."""
+        self._sent = True
         await self._control(
             "/update_weights_from_distributed",
             {
@@ -306,6 +314,17 @@ class SGLangServer:
         if isinstance(answer, Mapping) and (answer.get("success") is False or answer.get("error")):
             raise ServerRefused(f"{self.url}{path}: {answer.get('error') or answer.get('message')}", status=200)
         return answer
+
+
+@contextlib.contextmanager
+def _restarted_without(adapter: Adapter) -> Iterator[None]:
+    """Raise ServerRestarted where the server does not know an adapter that it has loaded."""
+    try:
+        yield
+    except ServerRefused as e:
+        if adapter.name and adapter.name in str(e):
+            raise ServerRestarted(str(e)) from e
+        raise
 
 
 def _named(adapter: Adapter) -> dict[str, str]:
@@ -373,7 +392,7 @@ def _versions(spans: Any, count: int, where: str) -> tuple[int, ...]:
     except (TypeError, KeyError, ValueError, OverflowError) as e:
         listed = spans if isinstance(spans, list) else []
         if any(isinstance(span, Mapping) and span.get("version") == UNNAMED for span in listed):
-            raise ServerRestarted(f"{where}: answers with weights that have no version") from e
+            raise ServerRestarted(f"{where}: {_UNVERSIONED}") from e
         raise EngineError(f"{where}: versions of the weights {spans!r:.200} cannot be read: {e}") from e
     if len(versions) != count:
         raise EngineError(f"{where}: versions of {len(versions)} tokens for {count} that were sampled")

@@ -14,6 +14,7 @@ import base64
 import contextlib
 import json
 import math
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
@@ -38,7 +39,7 @@ from agentrl.engine.servers.client import (
     ServerAnswer,
     ServerKind,
 )
-from agentrl.engine.servers.http import HttpServer, ServerRefused
+from agentrl.engine.servers.http import HttpServer, ServerLost, ServerRefused, ServerRestarted
 from agentrl.engine.servers.inside import LOADER_FOLDER, WORKER
 from agentrl.engine.servers.streams import VLLMStream
 from agentrl.errors import ConfigError, EngineError
@@ -61,6 +62,8 @@ _CPU_CACHE = {"VLLM_CPU_KVCACHE_SPACE": "2"}
 _TAGS = {"weights": "weights", "cache": "kv_cache"}
 _LATE_S = 0.5
 """How long answers to aborted requests may take after a pause; those that come later are asked for again."""
+_SURE_S = 2.0
+"""A server that answered less than this long ago is the same process: it takes longer to start another."""
 _NO_GROUP = "vLLM does not receive weights by broadcast: use another engine.sync"
 
 
@@ -70,7 +73,8 @@ class VLLMServer:
     vLLM does not report which weights sampled a token. Therefore no request spans two versions: an update ends
     running requests with their tokens so far, and the engine requests the rest with the new weights. A request
     that reached the server after it was paused would be sampled with the new weights; it is cut off before the
-    server continues, and requested again.
+    server continues, and requested again. A server that was started again has other weights: it is recognized by
+    the start time of its process, which it is asked for after a silence.
     """
 
     def __init__(
@@ -89,6 +93,9 @@ class VLLMServer:
         self._go.set()
         self._in_flight: set[anyio.CancelScope] = set()
         self._idle = asyncio.Event()
+        self._started: str | None = None
+        self._heard = -math.inf
+        self._recognizing = asyncio.Lock()
 
     @property
     def url(self) -> str:
@@ -183,6 +190,7 @@ class VLLMServer:
     @asynccontextmanager
     async def updating(self, *, by_tensor: bool) -> AsyncIterator[None]:
         """End running requests, hold back new ones, flush the cache, let weights be loaded, continue."""
+        await self._recognize()
         self._go.clear()
         await self._control("/pause?mode=abort&clear_cache=true")
         paused = time.monotonic()
@@ -229,8 +237,15 @@ class VLLMServer:
         The cache is kept: vLLM keeps the state of each adapter separate.
         """
         assert self._adapters is not None, "the server was not opened for adapters"
+        await self._recognize()
         adapter = Adapter.of(version)
-        await self._control("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(folder)})
+        try:
+            await self._control("/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(folder)})
+        except ServerLost as e:  # it answers 500 to an adapter of layers that it cannot adapt
+            if e.status == 500:
+                await self.check(timeout_s=30.0)
+                raise ServerRefused(str(e)) from e
+            raise
         self._go.clear()
         await self._control("/pause?mode=abort&clear_cache=false")
         self._adapters.change(adapter)
@@ -284,6 +299,7 @@ class VLLMServer:
         """Return the completion's only choice, the usage, and the version of the weights that sampled it."""
         if not self._model:
             await self.describe()
+        await self._recognize()
         version = self._version
         if self._adapters is None:
             answer = await self._answer({"model": self._model, **body}, listener, version)
@@ -291,6 +307,7 @@ class VLLMServer:
             with self._adapters.use(uuid.uuid4().hex) as adapter:
                 version = adapter.version
                 answer = await self._answer({"model": adapter.name or self._model, **body}, listener, version)
+        self._heard = time.monotonic()
         try:
             return answer["choices"][0], answer.get("usage") or {}, version
         except (TypeError, KeyError, IndexError, AttributeError) as e:
@@ -307,6 +324,25 @@ class VLLMServer:
             async for event in events:
                 stream.take(event)
         return stream.whole()
+
+    async def _recognize(self) -> None:
+        """Check that the server is still the process that was sent the weights: it does not report their version.
+
+        Raises:
+            ServerRestarted: it has been started again.
+        """
+        async with self._recognizing:
+            if time.monotonic() - self._heard < _SURE_S:
+                return
+            try:
+                metrics = str(await self._http.get("/metrics", timeout_s=30.0))
+            except ServerRefused:  # behind something that does not pass them on
+                metrics = ""
+            found = re.search(r"^process_start_time_seconds (\S+)", metrics, re.MULTILINE)
+            if found is not None and self._started not in (None, found[1]):
+                raise ServerRestarted(f"{self.url} has been started again, without the weights that it was sent")
+            self._started = found[1] if found is not None else self._started
+            self._heard = time.monotonic()
 
     async def _has_calls(self) -> bool:
         """Return whether the server was started with our calls of its workers.
