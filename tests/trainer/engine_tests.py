@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from agentrl.config.engine import SERVERS, EngineConfig, ServerConfig, Sync
 from agentrl.config.run import LoRAConfig
@@ -260,6 +261,26 @@ class EngineTests:
             assert said, "nobody noticed"
             assert set((await engine.generate(PROMPT, Sampling(max_tokens=5))).versions) == {3}
 
+    async def test_experts_arrive(self, folders: list[Path], tmp_path: Path) -> None:
+        model = tmp_path / "experts"
+        shutil.copytree(folders[0], model)
+        shape = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        moe = Qwen3MoeConfig(vocab_size=320, num_hidden_layers=2, max_position_embeddings=256, **shape, **experts)
+        policy = AutoModelForCausalLM.from_config(moe, dtype=torch.float32).eval()
+        policy.save_pretrained(model)
+        config = EngineConfig(kind=self.KIND.name, device="cpu", max_slots=32, server=self.KIND.server)
+        engine = await open_engine(config, model)
+        assert isinstance(engine, ServedEngine)
+        async with _closing(engine):
+            for version in (1, 2):
+                weights = {name: tensor.detach().clone() for name, tensor in policy.state_dict().items()}
+                _change(weights, version)
+                policy.load_state_dict(weights)
+                await engine.update_weights(weights, version=version)
+                (found,) = await engine.logprobs_by_server([GIVEN])
+                assert (torch.tensor(found[0]) - logprobs_of(policy, GIVEN)).abs().max() < AGREE
+
     async def test_an_adapter_alone_says_the_same_as_merged_weights(
         self, folders: list[Path], tmp_path: Path
     ) -> None:
@@ -323,6 +344,7 @@ class EngineTests:
             assert again.finish == "stop"
             long = await engine.generate([7] * (engine.max_context - 3), Sampling(max_tokens=50))
             assert (len(long.ids), long.finish) == (3, "length")
+            assert len((await engine.generate([7] * (engine.max_context - 1), Sampling(max_tokens=50))).ids) == 1
             told: list[TokenLogprob] = []
             lost = await self._in_flight(engine, url, told)
             for task in lost:
