@@ -43,7 +43,8 @@ $(VENV)/.train: pyproject.toml constraints.txt
 $(VENV)/.dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || { $(PYTHON) -m venv $(VENV) && { $(BIN)/python $(NEWEST_PIP); }; }
 	$(PIP) -e '.[train,docker,hf,lora,mcp,mlflow,openenv,parquet,ray,reasoning-gym,serve,tensorboard,textarena,wandb,dev]'
-	$(PIP) --no-deps gem-llm==0.1.0 bfcl-eval==2026.3.23  # they pin older versions of packages that other extras need
+	@# They pin older versions of packages that other extras need, and gem-llm declares Python up to 3.12.0.
+	$(PIP) --no-deps --ignore-requires-python gem-llm==0.1.0 bfcl-eval==2026.3.23
 	touch $@ $(VENV)/.train
 
 # Installs into the other environments, which need no pip for it.
