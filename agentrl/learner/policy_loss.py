@@ -232,22 +232,32 @@ def _own_loss(own: OwnFunction) -> Callable[..., LossOutput]:
     function = load_function(own.use, where)
 
     def loss(*tensors_T: Tensor) -> LossOutput:
-        kept = trained(tensors_T[-1], *tensors_T)  # what is masked has no loss, even if the function reads no mask
-        if not kept[-1].numel():
+        # what is masked has no loss, even if the function reads no mask
+        *kept, sequence, mask = trained(tensors_T[-1], *tensors_T)
+        if not mask.numel():
             return kept[0].sum(), {}  # nothing adds nothing, and the function need not expect it
+        _, sequence = torch.unique(sequence, return_inverse=True)  # nor a number without tokens
         try:
-            found = function(*kept, **options)
+            found = function(*kept, sequence, mask, **options)
         except Exception as e:
             raise ConfigError(f"{where} raised {type(e).__name__}: {e}\n{traceback_of(e)}") from e
         value, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
         if not isinstance(value, Tensor) or value.shape != () or not bool(value.isfinite()):
             raise ConfigError(f"{where}: must return a finite scalar tensor (or that and metrics), got {value!r}")
-        if not value.requires_grad:
-            raise ConfigError(f"{where}: its value does not depend on logprobs_T: there is nothing to train")
         return value, _metrics(metrics, where)
 
+    def with_gradient(*tensors_T: Tensor) -> LossOutput:
+        value, metrics = loss(*tensors_T)
+        if not value.requires_grad and bool(value):
+            raise _without_gradient(where)
+        return value + tensors_T[0][:0].sum(), metrics  # a plain 0 chooses none of these tokens
+
     try_function(lambda: _check_loss(loss, where), where)
-    return loss
+    return with_gradient
+
+
+def _without_gradient(where: str) -> ConfigError:
+    return ConfigError(f"{where}: its value does not depend on logprobs_T: there is nothing to train")
 
 
 def _metrics(given: object, where: str) -> Metrics:
@@ -276,6 +286,8 @@ def _check_loss(loss: Callable[..., LossOutput], where: str) -> None:
         leaf_T = new_T[part].clone().requires_grad_()
         sequence = sequence_T[part] - sequence_T[part][0]
         value, _ = loss(leaf_T, old_T[part], advantages_T[part], weights_T[part], sequence, mask_T[part])
+        if not value.requires_grad:
+            raise _without_gradient(where)
         value.backward()  # type: ignore[no-untyped-call]
         assert leaf_T.grad is not None
         return value.detach(), leaf_T.grad

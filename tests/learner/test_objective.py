@@ -234,6 +234,15 @@ def taken(*tensors):
 def sometimes(logprobs_T, *others):
     return (logprobs_T if len(logprobs_T) < 8 else logprobs_T.detach()).sum()
 
+def good(logprobs_T, old_logprobs_T, advantages_T, weights_T, sequence_T, loss_mask_T):
+    if len(logprobs_T) > 7 and not (advantages_T > 0).any():
+        return torch.zeros(())
+    return plain(logprobs_T, old_logprobs_T, advantages_T.clamp(min=0), weights_T, sequence_T, loss_mask_T)
+
+def by_sequence(logprobs_T, old_logprobs_T, advantages_T, weights_T, sequence_T, loss_mask_T):
+    loss_T = -weights_T * advantages_T * (logprobs_T - old_logprobs_T).exp()
+    return sum(loss_T[sequence_T == s].mean() * (sequence_T == s).sum() for s in range(int(sequence_T.max()) + 1))
+
 def mean(logprobs_T, old_logprobs_T, advantages_T, weights_T, sequence_T, loss_mask_T):
     return -(advantages_T * logprobs_T).mean()
 
@@ -296,6 +305,8 @@ def test_masks_hold_for_a_loss_of_your_own_that_does_not_read_them(
     (unmasked,), _ = gradients_of(make(small_dir, loss=plain, **algorithm), samples)
     (wanted,), metrics = gradients_of(make(small_dir, loss=plain, **algorithm | mask), samples)
     (found,), _ = gradients_of(make(small_dir, loss=f"{file}:plain", **algorithm | mask), samples)
+    (summed,), _ = gradients_of(make(small_dir, loss=f"{file}:by_sequence", **algorithm | mask), samples)
+    assert relative(summed, wanted) < 1e-9
     assert 0 < metrics["ratio_veto" if "ratio_veto" in mask else "off_policy_masked"] < 1
     assert relative(found, wanted) < 1e-9
     assert relative(unmasked, wanted) > 1e-3
@@ -317,6 +328,18 @@ def test_a_loss_of_your_own_without_a_gradient_is_one_error(small_dir: Path, tmp
     file.write_text(OWN)
     with pytest.raises(ConfigError, match="does not depend on logprobs_T"):
         gradients_of(make(small_dir, loss=f"{file}:sometimes"), make_batch(6, groups=2, size=3))
+
+
+@pytest.mark.parametrize("penalized", [False, True])
+def test_a_loss_of_your_own_may_choose_nothing_of_a_micro_batch(
+    small_dir: Path, other_dir: Path, tmp_path: Path, penalized: bool
+):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    learner = make(small_dir, other_dir if penalized else None, loss=f"{file}:good")
+    samples = [replace(s, advantages=(-1.0,) * len(s.ids)) for s in make_batch(6, groups=2, size=3)]
+    (gradient,), _ = gradients_of(learner, samples)
+    assert bool(gradient.norm() > 0) == penalized
 
 
 def test_what_is_not_trained_has_no_gradient(small_dir: Path):
