@@ -560,6 +560,31 @@ async def test_scores_of_a_server_that_was_restarted_in_a_silence_are_those_of_t
         assert server.weights, "the scores are of other weights"
 
 
+async def test_scores_on_their_way_at_the_first_update_are_no_restart(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that the run has started has the weights of the model, without a version."""
+    async with servers(1) as (server,):
+        client = SGLangServer(server.url, timeout_s=20.0)
+        arrived, sent = asyncio.Event(), asyncio.Event()
+        answer = server._post_generate
+
+        async def late(body: dict[str, Any]) -> tuple[int, object]:
+            found = await answer(body)
+            arrived.set()
+            await sent.wait()
+            return found
+
+        monkeypatch.setattr(server, "_post_generate", late)
+        scoring = asyncio.create_task(client.score([1, 2, 3]))
+        await arrived.wait()
+        async with client.updating(by_tensor=False):
+            await client.load_folder(model, 3)
+        sent.set()
+        assert len(await scoring) == 2
+        await client.close()
+
+
 async def test_an_adapter_that_is_refused_stops_the_run_with_the_reason(model: Path, tmp_path: Path) -> None:
     sync = AdapterSync(model, tmp_path, alpha=8.0)
     async with servers(1) as (server,), engine_over(model, server, sync=sync, adapters=True) as engine:

@@ -296,11 +296,10 @@ async def test_a_server_that_does_not_say_when_it_started_is_used_all_the_same(
 ) -> None:
     monkeypatch.setattr(vllm, "_SURE_S", 0.0)
     async with LoopbackVLLM() as server, opened(model, server) as engine:
-        server.refuse["/metrics"] = (404, {"detail": "Not Found"})
-        await engine.update_weights({"a": torch.ones(2)}, version=1)
-        assert (await engine.generate(PROMPT, Sampling(max_tokens=2))).versions == (1, 1)
-        server.refuse["/metrics"] = (200, "")
-        assert (await engine.generate(PROMPT, Sampling(max_tokens=2))).versions == (1, 1)
+        for number, answer in enumerate([(404, {"detail": "Not Found"}), (500, ""), (200, "")]):
+            server.refuse["/metrics"] = answer
+            await engine.update_weights({"a": torch.ones(2)}, version=number)
+            assert (await engine.generate(PROMPT, Sampling(max_tokens=2))).versions == (number, number)
 
 
 def test_vllm_starts_with_room_for_two_adapters(model: Path) -> None:

@@ -164,13 +164,14 @@ class SGLangServer:
             "logprob_start_len": 0,
             "top_logprobs_num": top,
         }
+        sent = self._sent
         if self._adapters is None:
             answer = await self._http.post("/generate", body)
         else:
             with self._adapters.use(uuid.uuid4().hex) as adapter, _restarted_without(adapter):
                 answer = await self._http.post("/generate", body | _named(adapter))
         try:
-            if self._sent and answer["meta_info"].get("weight_version") == UNNAMED:
+            if sent and answer["meta_info"].get("weight_version") == UNNAMED:
                 raise ServerRestarted(f"{self.url}/generate: {_UNVERSIONED}")
             entries = answer["meta_info"]["input_token_logprobs"]
             tops = answer["meta_info"]["input_top_logprobs"] if top else ()

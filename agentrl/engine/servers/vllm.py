@@ -336,8 +336,10 @@ class VLLMServer:
                 return
             try:
                 metrics = str(await self._http.get("/metrics", timeout_s=30.0))
-            except ServerRefused:  # behind something that does not pass them on
-                metrics = ""
+            except (ServerLost, ServerRefused) as e:
+                if e.status is None:
+                    raise
+                metrics = ""  # it has none, or is behind something that does not pass them on
             found = re.search(r"^process_start_time_seconds (\S+)", metrics, re.MULTILINE)
             if found is not None and self._started not in (None, found[1]):
                 raise ServerRestarted(f"{self.url} has been started again, without the weights that it was sent")
