@@ -224,8 +224,9 @@ async def _rehearse(
     longest, completions = _demonstration_lengths(content, renderer, scripted)
     if said := too_long_to_sample(completions, config.rollout):
         notes.append(said)
-    if said := not_offered(content.demonstrations, await task_tools(content.make_env, content.train_tasks)):
-        notes.append(said)
+    if content.demonstrations:
+        offered = await task_tools(content.make_env, content.train_tasks)
+        notes += filter(None, [not_offered(content.demonstrations, offered)])
     if longest is not None and max_context is not None and longest > max_context:
         findings.append(f"the longest demonstration has {longest} tokens, the model takes {max_context}")
     return Rehearsal(

@@ -317,9 +317,12 @@ def _demonstration(row: Mapping[str, Any], where: str) -> Demonstration:
     """A row of a file: its messages, and its tools if it names any."""
     tools = row.get("tools")
     if tools is not None and not (
-        isinstance(tools, list) and all(isinstance(t, dict) and isinstance(t.get("function"), dict) for t in tools)
+        isinstance(tools, list)
+        and all(isinstance(t, dict) and isinstance(t.get("function"), dict) for t in tools)
+        and all(isinstance(t["function"].get("name"), str) for t in tools)
     ):
-        raise ConfigError(f'{where}: "tools" must be a list of {{"type": "function", "function": {{...}}}}')
+        form = '{"type": "function", "function": {"name": ...}}'
+        raise ConfigError(f'{where}: "tools" must be a list of {form}')
     given = _messages(row, where)
     messages = [message_of(m, where) for m in given]
     for number, message in enumerate(given):

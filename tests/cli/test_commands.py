@@ -409,6 +409,21 @@ class TestBadInput:
         path = write(tmp_path / "tools.yaml", GOOD + rows)
         assert "all of them are played" not in run("check", path)[1]
 
+    def test_nobody_asks_for_the_tools_of_tasks_without_demonstrations(self, run, tmp_path: Path, monkeypatch):
+        """Asking resets an env for each of eight tasks."""
+        asked: list[object] = []
+
+        async def tools(make_env, tasks):
+            asked.append(tasks)
+            return []
+
+        monkeypatch.setattr("agentrl.preflight.dry_run.task_tools", tools)
+        plain = GOOD.replace("warmup: {num: 20}\n", "")
+        assert run("check", write(tmp_path / "tools.yaml", plain))[0] == 0
+        assert not asked
+        assert run("check", write(tmp_path / "tools.yaml", GOOD))[0] == 0
+        assert asked
+
     def test_a_demonstration_that_cannot_be_written_is_named(self, run, tmp_path: Path):
         said = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "<think>Hm.</think>Done."}]
         rows = ([said[0], {"role": "assistant", "content": "Done."}], said)

@@ -217,6 +217,13 @@ class TestDemonstrations:
             ({}, 'a demonstration is an object with a list under "messages"'),
             ({"messages": "hello"}, 'a list under "messages"'),
             ({"messages": [{"role": "user", "content": "hi"}]}, "needs a message of the assistant"),
+            (
+                {
+                    "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}],
+                    "tools": [{"type": "function", "function": {"description": "Add."}}],
+                },
+                '"tools" must be a list of {"type": "function", "function": {"name": ...}}',
+            ),
             ({"messages": ["hello"]}, "a message must be an object, got 'hello'"),
             (
                 {"messages": [{"role": "robot"}]},
