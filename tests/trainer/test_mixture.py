@@ -243,6 +243,13 @@ def test_advantages_are_those_of_each_env_alone(name: str):
         ),
         ({"envs": {"a": {"use": "a.b:E", "algorithm": {"advantage": "gae"}}, "b": "a.b:E"}}, "the critic of gae"),
         (
+            {
+                "envs": {name: {"use": "a.b:E", "algorithm": {"kl_coef": 0}} for name in "ab"},
+                "algorithm": {"kl": {"coef": 0.1}},
+            },
+            "kl_coef is 0 in every env under `envs`; set algorithm.kl.coef to 0 instead",
+        ),
+        (
             {"envs": {"a": {"use": "a.b:E", "rollout": {"group_size": 1}}, "b": "a.b:E"}},
             "envs.a: rollout.group_size",
         ),
