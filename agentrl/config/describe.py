@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from inspect import cleandoc
 from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -159,7 +160,7 @@ def _kinds(choice: OneOf) -> Iterator[str]:
 
 def _section(name: str, field: FieldInfo, section: type[Section]) -> Iterator[str]:
     yield f"## `{name}:`\n"
-    yield (section.__doc__ or "").strip().replace("\n    ", "\n") + "\n"
+    yield cleandoc(section.__doc__ or "") + "\n"
     if type(None) in alternatives(field.annotation):
         yield f"{_optional(name, field, section)}\n"
     if name in EXTRA:
@@ -169,11 +170,11 @@ def _section(name: str, field: FieldInfo, section: type[Section]) -> Iterator[st
         inner = section_of(inner_field)
         if inner is not None:
             yield f"\n### `{name}.{inner_name}:`\n"
-            yield (inner.__doc__ or "").strip() + "\n"
+            yield cleandoc(inner.__doc__ or "") + "\n"
             yield from _rows(inner)
         elif (each := named_section_of(inner_field)) is not None:
             yield f"\n### `{name}.{inner_name}.NAME:`\n"
-            yield (each.__doc__ or "").strip() + "\n"
+            yield cleandoc(each.__doc__ or "") + "\n"
             yield from _rows(each)
 
 
@@ -183,7 +184,7 @@ def _named(name: str, section: type[Section]) -> Iterator[str]:
     base = section.__base__
     known = base.model_fields if isinstance(base, type) and issubclass(base, Section) else {}
     yield f"## `{name}.NAME:`\n"
-    yield (section.__doc__ or "").strip() + "\n"
+    yield cleandoc(section.__doc__ or "") + "\n"
     yield from TABLE
     own = {key: field for key, field in section.model_fields.items() if key not in known}
     for key in (key for key, field in own.items() if not is_advanced(field)):
@@ -192,7 +193,7 @@ def _named(name: str, section: type[Section]) -> Iterator[str]:
         inner = section_of(field)
         if inner is not None and inner not in {section_of(f) for f in RunConfig.model_fields.values()}:
             yield f"\n### `{name}.NAME.{key}:`\n"
-            yield (inner.__doc__ or "").strip() + "\n"
+            yield cleandoc(inner.__doc__ or "") + "\n"
             yield from _rows(inner)
 
 

@@ -1,3 +1,5 @@
+import contextlib
+
 import pytest
 
 from agentrl.envs.sqlite.database import QueryError, as_table, build, run
@@ -16,7 +18,8 @@ async def submitted(sql: str, gold: str = COUNT["sql"]) -> float:
 
 async def test_another_query_with_the_same_rows_counts_and_a_constant_does_not():
     assert await submitted("SELECT COUNT(id) AS n FROM orders WHERE 1") == 1
-    seen = run(build(7), COUNT["sql"])[1][0][0]
+    with contextlib.closing(build(7)) as connection:
+        seen = run(connection, COUNT["sql"])[1][0][0]
     assert await submitted(f"SELECT {seen}") == 0
     assert await submitted("SELECT nothing FROM nowhere") == 0
     assert await submitted("") == 0

@@ -22,6 +22,7 @@ import inspect
 import itertools
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -41,8 +42,9 @@ MOMENT_S = 0.05
 """Time that a cancelled call has to return before it is stopped."""
 PROMPT_S = 1.0
 """How long a timeout waits for its call to stop before it is reported anyway."""
-MAX_IDLE = 256
-"""Maximum idle threads; further ones end with their episode."""
+MAX_IDLE = 256 if sys.version_info < (3, 13) else 0
+"""Maximum idle threads; further ones end with their episode. From Python 3.13 on, what an episode left in a
+`threading.local` cannot be dropped while its thread lives."""
 CLEAN_AFTER_S = 0.5
 """How long an idle thread may keep the thread-local variables of its last episode."""
 MAX_STUCK = 64
