@@ -73,7 +73,8 @@ def test_a_look_that_has_not_begun_gives_way_to_the_next(run: Path, monkeypatch:
 
 def test_a_fault_of_the_doctor_is_reported_with_its_reason(run: Path, monkeypatch: pytest.MonkeyPatch):
     ((_, found),) = looked(Path("a\0b"), 3, episodes=1)
-    assert found == "ValueError: embedded null byte"
+    assert found.startswith("ValueError: ")
+    assert "embedded null" in found
     monkeypatch.setattr(sys, "path", [str(broken_doctor(run)), *sys.path])
     assert looked(run, 3) == [(3, "its process ended with exit code 1: OSError: no disk")]
 
