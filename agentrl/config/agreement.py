@@ -130,8 +130,8 @@ def _check_overridden(config: RunConfig) -> None:
         raise ValueError("algorithm.advantage has no effect: every env under `envs` has its own; remove it")
     if config.algorithm.kl.coef and all(env.algorithm.kl_coef == 0 for env in envs):
         raise ValueError(
-            "algorithm.kl.coef has no effect: kl_coef is 0 in every env under `envs`; set algorithm.kl.coef to 0 "
-            "instead, so that no reference is loaded"
+            "algorithm.kl.coef has no effect: kl_coef is 0 in every env under `envs`; remove kl_coef there and "
+            "set algorithm.kl.coef to 0, so that no reference is loaded"
         )
     if "coef" in config.algorithm.kl.written and all(env.algorithm.kl_coef is not None for env in envs):
         raise ValueError("algorithm.kl.coef has no effect: every env under `envs` has its own kl_coef; remove it")

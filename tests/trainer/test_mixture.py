@@ -247,7 +247,7 @@ def test_advantages_are_those_of_each_env_alone(name: str):
                 "envs": {name: {"use": "a.b:E", "algorithm": {"kl_coef": 0}} for name in "ab"},
                 "algorithm": {"kl": {"coef": 0.1}},
             },
-            "kl_coef is 0 in every env under `envs`; set algorithm.kl.coef to 0 instead",
+            "kl_coef is 0 in every env under `envs`; remove kl_coef there and set algorithm.kl.coef to 0",
         ),
         (
             {"envs": {"a": {"use": "a.b:E", "rollout": {"group_size": 1}}, "b": "a.b:E"}},
