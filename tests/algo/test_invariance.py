@@ -30,6 +30,7 @@ from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.algo.losses.reinforce import Reinforce
 from agentrl.algo.metrics import merge_metrics, metric_values
 from agentrl.algo.value import value_loss
+from agentrl.learner.policy_loss import OF_LOSSES
 
 KNOWN = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 CONFIGS = {name: entry.config() for name, entry in POLICY_LOSSES.items()}
@@ -204,8 +205,9 @@ def test_the_comparison_notices_a_mean_per_micro_batch():
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_the_gradient_that_is_compared_is_not_zero(name):
     step = draw_step(0, 6)
-    _, gradient_T, _ = update(step, one_batch(step), "token-mean", policy_term(step, name))
+    _, gradient_T, metrics = update(step, one_batch(step), "token-mean", policy_term(step, name))
     assert (gradient_T != 0)[step.mask_T].double().mean() > 0.3
+    assert metrics.keys() <= OF_LOSSES, "a loss of the user's own may report the same"
 
 
 @pytest.mark.parametrize("kl", KL_KINDS)

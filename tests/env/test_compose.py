@@ -468,15 +468,20 @@ async def test_mcp_over_http():
 async def test_an_mcp_server_that_hangs_for_everyone_is_infrastructure():
     pytest.importorskip("mcp")
     async with http_server() as (url, server):
-        env = ComposedEnv(tools=[{"mcp": {"url": url, "call_timeout_s": 1.0, "connect_timeout_s": 2.0}}])
-        await env.reset(Task("t", {"prompt": "x"}))
-        (said,), *_ = await env.step(call("hang"))
+        slow, hung = (
+            ComposedEnv(tools=[{"mcp": {"url": url, "call_timeout_s": 1.0, "connect_timeout_s": seconds}}])
+            for seconds in (60.0, 5.0)
+        )
+        for env in (slow, hung):
+            await env.reset(Task("t", {"prompt": "x"}))
+        (said,), *_ = await slow.step(call("hang"))
         assert "hang timed out" in said.content, "the server answers other requests: the policy's call is slow"
+        await slow.close()
         server.send_signal(signal.SIGSTOP)
-        with pytest.raises(InfraError, match="the server hung during add, and is down: no answer after 2 s"):
-            await env.step(call("add"))
+        with pytest.raises(InfraError, match="the server hung during add, and is down: no answer after 5 s"):
+            await hung.step(call("add"))
         server.send_signal(signal.SIGCONT)
-        await env.close()
+        await hung.close()
 
 
 async def test_what_an_mcp_server_prints_ends_no_session_and_is_one_line(tmp_path, caplog):
