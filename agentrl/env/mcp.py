@@ -98,7 +98,7 @@ _READERS = ("mcp.client.stdio", "mcp.client.streamable_http")
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """What a server writes is no fault of this program, so one line says it."""
+    """Log output that the SDK cannot read as one line: a traceback would look like an error in agentrl."""
     if record.exc_info and record.exc_info[1] is not None:
         said = " ".join(error_text(record.exc_info[1]).split())
         record.msg, record.args = "mcp: %s: %s", (record.getMessage(), said[:300])

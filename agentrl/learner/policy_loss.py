@@ -235,8 +235,8 @@ def _own_loss(own: OwnFunction) -> Callable[..., LossOutput]:
         # what is masked has no loss, even if the function reads no mask
         *kept, sequence, mask = trained(tensors_T[-1], *tensors_T)
         if not mask.numel():
-            return kept[0].sum(), {}  # nothing adds nothing, and the function need not expect it
-        _, sequence = torch.unique(sequence, return_inverse=True)  # nor a number without tokens
+            return kept[0].sum(), {}  # no tokens, no loss: the function need not handle this
+        _, sequence = torch.unique(sequence, return_inverse=True)  # sequences without tokens get no number
         try:
             found = function(*kept, sequence, mask, **options)
         except Exception as e:

@@ -421,7 +421,7 @@ def _limits(model: FlatModel | OwnCacheModel, bounds: Bounds, sharers: int) -> B
     if cache_mb is not None:
         memory = cache_mb << 20
     elif on_cuda:
-        release_gpu_memory()  # of a cold start, and of stacking the weights; it does not count as free
+        release_gpu_memory()  # memory that PyTorch keeps after a cold start would count as taken
         memory = torch.cuda.mem_get_info(model.device)[0] // 2
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4

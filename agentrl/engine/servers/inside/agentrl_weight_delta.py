@@ -262,8 +262,8 @@ class VLLMWeights:
     def _agentrl_reload(self, **weights: Any) -> None:
         """Reload all weights.
 
-        On a CPU, vLLM 0.32 packs experts only where they have no kernel yet, and leaves tied output layers as they
-        were. It does not reload the experts of some models (gpt-oss) and goes on with the old ones.
+        On a CPU, vLLM 0.32 packs experts only where they have no kernel yet, and leaves tied output layers
+        unchanged. It silently skips the experts of some models (gpt-oss): a NaN in each shows which were replaced.
 
         Raises:
             RuntimeError: it has left experts as they were.
