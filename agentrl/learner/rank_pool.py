@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 from torch import Tensor
@@ -53,7 +54,8 @@ class RankPool(Generic[Rank]):
     ) -> None:
         self._ray, self.model, self._make, self.size, self._gpus = ray, model, make, size, gpus
         self._workers: list[_Worker] = []
-        self._lost = ""  # which rank died, and in what
+        self._failing = Lock()  # a checkpoint is written in another thread, which finds the ranks lost, too
+        self._lost = ""  # which rank failed, and in what
         each = {"GPU": 1, "CPU": 1} if gpus else {"CPU": 1}
         here = self._here() if near and gpus else []
         self.group: Any = self._reserve([each | one for one in here] + [each] * (size - len(here)))
@@ -109,11 +111,12 @@ class RankPool(Generic[Rank]):
         self, call: Callable[[Rank, Part], Result], parts: Sequence[Part], *, doing: str, writes: bool = False
     ) -> Callable[[], list[Result]]:
         """Call every rank, each with its own part; see `agentrl.learner.rank.Ranks`."""
-        if not self._workers:
+        workers = self._workers
+        if not workers:
             ended = f"the ranks of the {self.model} have ended; run the same command again to resume"
             raise WorkerLost(self._lost or ended)  # nobody may have waited for the call that found them lost
         refs = []
-        for worker, part in zip(self._workers, parts, strict=True):
+        for worker, part in zip(workers, parts, strict=True):
             remote = worker.actor.call.options(concurrency_group="disk") if writes else worker.actor.call
             refs.append(remote.remote(call, part))
         return lambda: self._gather(refs, doing)
@@ -148,30 +151,40 @@ class RankPool(Generic[Rank]):
 
     def _trouble(self, refs: Sequence[Any], what: str) -> Exception:
         """The error to raise after a rank has failed; stops the ranks unless all raised the same agentrl error."""
-        exceptions = self._ray.exceptions
-        done, _ = self._ray.wait(list(refs), num_returns=len(refs), timeout=GRACE_S)
+        with self._failing:
+            if self._lost:
+                return WorkerLost(self._lost)
+            errors = self._errors(refs, GRACE_S)
+            task_error = self._ray.exceptions.RayTaskError
+            causes = {rank: e.cause if isinstance(e, task_error) else e for rank, e in errors.items()}
+            if len(errors) == len(refs) and all(isinstance(cause, AgentRLError) for cause in causes.values()):
+                return causes[0]
+            dead = {rank: e for rank, e in errors.items() if not isinstance(e, task_error)}
+            if not dead:  # one may have died after it had answered
+                dead = self._errors([worker.actor.where.remote() for worker in self._workers], GRACE_S)
+            rank, error = next(iter((dead or causes).items()))
+            self._lost = (
+                f"{self.model} rank {rank} of {self.size} ({self._workers[rank].place}) "
+                f"{'died' if dead else 'failed'} in {what}: {' '.join(str(error).split())[:400]}. "
+                "No finished checkpoint is lost: run the same command again to resume"
+            )
+            workers, self._workers = self._workers, []
+            self._kill(workers)
+            if dead:
+                return WorkerLost(self._lost)
+            return next((cause for cause in causes.values() if isinstance(cause, AgentRLError)), error)
+
+    def _errors(self, refs: Sequence[Any], timeout_s: float) -> dict[int, Exception]:
+        """Which of the calls have failed, once all have ended or the time is up."""
+        done, _ = self._ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
         errors: dict[int, Exception] = {}
         for rank, ref in enumerate(refs):
             if ref in done:
                 try:
                     self._ray.get(ref)
-                except exceptions.RayError as e:
+                except self._ray.exceptions.RayError as e:
                     errors[rank] = e
-        causes = [e.cause if isinstance(e, exceptions.RayTaskError) else e for e in errors.values()]
-        if len(errors) == len(refs) and all(isinstance(cause, AgentRLError) for cause in causes):
-            return causes[0]
-        workers, self._workers = self._workers, []
-        self._kill(workers)
-        for rank, error in errors.items():
-            if not isinstance(error, exceptions.RayTaskError):
-                reason = " ".join(str(error).split())
-                self._lost = (
-                    f"{self.model} rank {rank} of {self.size} ({workers[rank].place}) died in {what}: "
-                    f"{reason[:400]}. No finished checkpoint is lost: run the same command again to resume"
-                )
-                return WorkerLost(self._lost)
-        ours = [cause for cause in causes if isinstance(cause, AgentRLError)]
-        return (ours or causes)[0]
+        return errors
 
     def _kill(self, workers: Sequence[_Worker]) -> None:
         for worker in workers:

@@ -7,11 +7,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ def same_curve(folder: Path) -> dict[str, object]:
     }
     found |= bad_gradient(spread) | killed(spread)
     spread.close()
-    return found
+    return found | {"answered": died_after_its_answer()}
 
 
 def two_nodes(folder: Path) -> dict[str, object]:
@@ -319,16 +320,60 @@ def bad_gradient(many: DirectLearner) -> dict[str, object]:
 
 
 def killed(many: DirectLearner) -> dict[str, object]:
-    """The last rank is killed between two steps, as the kernel would."""
-    victim = process_of(many.learner._policy)
+    """The last rank is killed between two steps, as the kernel would, while checkpoints are written."""
+    pool = many.learner._policy
+    victim, end = process_of(pool), pool._kill
+
+    def slowly(workers: Any) -> None:
+        time.sleep(2)  # long enough for the other thread to find the ranks lost
+        end(workers)
+
+    pool._kill = slowly
     os.kill(victim, signal.SIGKILL)
-    said = []
-    for _ in range(2):
-        try:
-            steps(many, 1, 2)
-        except WorkerLost as e:
-            said.append(str(e))
+    said: dict[str, list[str]] = {"steps": [], "disk": []}
+
+    def again(thread: str, call: Callable[[], object]) -> None:
+        for _ in range(20):
+            try:
+                call()
+            except Exception as e:
+                said[thread].append(f"{type(e).__name__}: {e}")
+            time.sleep(0.2)
+
+    def write() -> None:
+        pool.start(lambda rank, _: None, [None] * pool.size, doing="writing a checkpoint", writes=True)()
+
+    disk = Thread(target=again, args=("disk", write))
+    disk.start()
+    again("steps", lambda: steps(many, 1, 2))
+    disk.join()
     return {"after_kill": said, "victim": victim}
+
+
+def died_after_its_answer() -> dict[str, str]:
+    """A rank has answered when it dies, and the other finds its connection closed; and one that only fails."""
+    ray, said = import_ray("the test"), {}
+    connect(ray, None, cpus=2)
+    for name, kills in (("died", True), ("failed", False)):
+        pool = RankPool(ray, "learner", RankWorker, 2, gpus=False)
+        pool.launch()
+        victim = process_of(pool)
+
+        def work(_: object, part: int, kills: bool = kills) -> None:
+            if part:
+                time.sleep(1)
+                if kills:
+                    os.kill(part, signal.SIGKILL)
+                    time.sleep(1)
+                raise RuntimeError("connection closed by peer")
+
+        for _ in range(2):
+            try:
+                pool.start(work, [victim, 0], doing="the update")()
+            except Exception as e:
+                said[name] = f"{said.get(name, '')}{type(e).__name__}: {e}\n".replace(str(victim), "VICTIM")
+        pool.close()
+    return said
 
 
 def bad_input(folder: Path, ranks: int) -> list[str]:

@@ -103,10 +103,25 @@ def assert_same(wanted: list[dict[str, float]], found: list[dict[str, float]]) -
 
 @pytest.mark.timeout(1600)
 def test_a_rank_that_dies_is_named_and_ends_the_learner(same_curve: dict[str, Any]):
-    first, second = same_curve["after_kill"]
-    assert first.startswith(f"learner rank 2 of 3 (process {same_curve['victim']} on ")
+    said = same_curve["after_kill"]
+    first = said["steps"][0]
+    assert first.startswith(f"WorkerLost: learner rank 2 of 3 (process {same_curve['victim']} on ")
     assert "run the same command again to resume" in first
-    assert second == first, "also for who did not wait for the first call"
+    assert len(said["steps"]) == len(said["disk"]) == 20
+    assert {*said["steps"], *said["disk"]} == {first}, "for all calls of all threads"
+
+
+@pytest.mark.timeout(1600)
+def test_a_rank_that_has_answered_when_it_dies_is_named(same_curve: dict[str, Any]):
+    said = same_curve["answered"]
+    died, again = said["died"].splitlines()
+    assert died.startswith("WorkerLost: learner rank 1 of 2 (process VICTIM on ")
+    assert ") died in the update: " in died
+    assert again == died
+    text = said["failed"]
+    assert "connection closed by peer" in text.partition("WorkerLost: ")[0]
+    assert "WorkerLost: learner rank 0 of 2 (process " in text
+    assert ") failed in the update: connection closed by peer" in text
 
 
 @pytest.mark.timeout(1600)
