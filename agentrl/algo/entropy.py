@@ -7,6 +7,10 @@ import math
 from agentrl.algo.late import Tensor
 from agentrl.algo.segments import trained
 
+ROUNDING = 1e-5
+"""Entropies closer than this count as equal. Siblings have the same one where their
+common prompt ends, and rounding differs from micro-batch to micro-batch."""
+
 
 def entropy_threshold(entropy_N: Tensor, top_fraction: float) -> float:
     """The entropy above which the top fraction of the step's trained tokens lies.
@@ -29,7 +33,7 @@ def high_entropy_mask(entropy_T: Tensor, loss_mask_T: Tensor, threshold: float) 
     """
     (entropy_N,) = trained(loss_mask_T, entropy_T.detach())
     mask_T = loss_mask_T.bool()
-    return mask_T.masked_scatter(mask_T, entropy_N >= threshold)
+    return mask_T.masked_scatter(mask_T, entropy_N >= threshold - ROUNDING)
 
 
 def _quantile(values_N: Tensor, q: float) -> Tensor:

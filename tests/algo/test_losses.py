@@ -288,6 +288,13 @@ def test_the_tokens_of_highest_entropy():
     assert high_entropy_mask(entropy, mask, entropy_threshold(entropy[mask], 1.0)).equal(mask)
 
 
+def test_equal_entropies_are_kept_together_whatever_their_last_digits():
+    entropy = torch.tensor([1.0, 2.0 - 3e-7, 2.0, 2.0 + 3e-7, 3.0])
+    mask = torch.ones(5, dtype=torch.bool)
+    threshold = entropy_threshold(entropy, 0.4)
+    assert high_entropy_mask(entropy, mask, threshold).tolist() == [False, True, True, True, True]
+
+
 def test_the_threshold_is_the_quantile():
     values = torch.randn(1001, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for fraction in (0.1, 0.2, 0.55):
