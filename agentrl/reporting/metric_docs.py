@@ -215,8 +215,17 @@ METRICS: tuple[MetricDoc, ...] = (
         ("rejected/sequences_touched", "fraction", "Fraction of sequences with at least one rejected token."),
         ("rejected/veto", "fraction", "Fraction of tokens in sequences that the veto rejected."),
         ("rejected/{statistic}", "fraction", "Fraction of tokens rejected by the rule on this statistic."),
-        ("ratio_veto", "fraction", "Fraction of tokens in sequences that `ratio_veto` left out."),
-        ("off_policy_masked", "fraction", "Fraction of tokens in sequences masked as off-policy."),
+        (
+            "ratio_veto",
+            "fraction",
+            "Fraction of tokens in sequences that `ratio_veto` left out of the policy loss and of its metrics "
+            "(`clip_fraction`, `policy_kl`, `log_ratio_max`, ...).",
+        ),
+        (
+            "off_policy_masked",
+            "fraction",
+            "Fraction of tokens masked as off-policy, which these metrics leave out as well.",
+        ),
     ),
     *_docs(
         "critic",
