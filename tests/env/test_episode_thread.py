@@ -7,12 +7,14 @@ import sqlite3
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 
 import pytest
 
 from agentrl import Stop, ToolEnv, reward, tool
 from agentrl.env import ToolSettings
 from agentrl.env.compose import ComposedEnv
+from agentrl.env.read import all_calls
 from agentrl.env.toolenv import threads
 from agentrl.env.toolenv.threads import EpisodeThread, stuck
 from agentrl.errors import InfraError
@@ -115,6 +117,37 @@ async def all_ended() -> bool:
             return True
         await asyncio.sleep(0.02)
     return False
+
+
+async def test_what_a_tool_yields_is_read_on_its_thread_and_within_its_time():
+    class Yielding(Sql):
+        @tool(timeout_s=30)
+        def rows_of(self, form: str) -> Iterator[int]:
+            """Yield rows."""
+            found = self._read()
+            return found if form == "generator" else map(abs, found)
+
+        def _read(self) -> Iterator[int]:
+            yield from (a for (a,) in self.db.execute("SELECT a FROM t"))
+
+        @tool
+        def endlessly(self) -> Iterator[int]:
+            """Do not stop in time."""
+            for i in range(3000):
+                time.sleep(0.001)
+                yield i
+
+        @tool
+        def partly(self) -> Iterator[int]:
+            """Fail halfway."""
+            yield 1
+            raise LookupError("no more")
+
+    calls = [call("rows_of", form="generator"), call("rows_of", form="map"), call("partly"), call("endlessly")]
+    episode = await play(Yielding(), Task("t", {}), ScriptedPolicy([*calls, "done"]))
+    answers = [(record.outcome, record.result) for record in all_calls(episode)]
+    assert answers[:3] == [("ok", "[0, 1, 2]")] * 2 + [("tool_exception", "Error: LookupError: no more")]
+    assert answers[3] == ("tool_timeout", "Error: endlessly timed out: no result after 0.2 s")
 
 
 async def test_forty_episodes_at_a_time_of_an_env_that_opens_sqlite_in_setup():

@@ -214,6 +214,10 @@ def field_default(x: int = Field(1, ge=1)): ...
 def wrong_default(x: int = "x"): ...  # type: ignore[assignment]
 def text_default(x: list[int] = [1, "2"]): ...  # type: ignore[list-item]  # noqa: B006
 def no_default(x: int = None): ...  # type: ignore[assignment]  # noqa: RUF013
+async def yields(n: int):
+    yield n
+
+
 def low_default(x: Annotated[int, Field(ge=1)] = 0): ...
 
 
@@ -234,6 +238,7 @@ def low_default(x: Annotated[int, Field(ge=1)] = 0): ...
         (text_default, "which its type hint refuses (x[1]: expected integer, got '2'); change one of them"),
         (no_default, "(expected integer, got None); change one of them; write `x: ... | None = None`"),
         (low_default, "has the default 0, which its type hint refuses ("),
+        (yields, "demo.yields: an async generator cannot be a tool; return a list of what it yields"),
     ],
 )
 def test_a_tool_that_cannot_be_described_is_refused_once_and_clearly(function, text):

@@ -151,6 +151,19 @@ async def call_function(
     return await within(value, timeout_s) if inspect.isawaitable(value) else value
 
 
+def listed(function: Callable[..., object]) -> Callable[..., object]:
+    """A plain function whose generator or other iterator is read where the function runs."""
+    if inspect.iscoroutinefunction(function):
+        return function
+
+    @functools.wraps(function)
+    def call(*args: object, **kwargs: object) -> object:
+        value = function(*args, **kwargs)
+        return list(value) if isinstance(value, Iterator) else value
+
+    return call
+
+
 async def within(coroutine: Awaitable[Any], timeout_s: float | None, grace_s: float = 1.0) -> Any:
     """Await `coroutine` for at most `timeout_s`; then cancel it and wait `grace_s` for cleanup.
 

@@ -95,8 +95,11 @@ def describe_callable(function: Callable[..., object], *, where: str, method: bo
     """Read the parameters of `function`; with `method` the first one (self) is left out.
 
     Raises:
-        ConfigError: a parameter has no type hint, or its type has no JSON schema; `where` names the function.
+        ConfigError: a parameter has no type hint, or its type has no JSON schema, or the function is an async
+            generator; `where` names the function.
     """
+    if inspect.isasyncgenfunction(function):
+        raise ConfigError(f"{where}: an async generator cannot be a tool; return a list of what it yields")
     parameters = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
     hints = resolved_hints(function, where)
     description, texts = _read_docstring(function)

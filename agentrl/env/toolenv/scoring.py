@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dis
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 from agentrl.env.env import DeclaredReward, Env, hint_arguments
 from agentrl.env.solved import SolvedAt, SolvedRule
 from agentrl.env.toolenv.calls import add_counts
-from agentrl.env.toolenv.dispatch import call_function
+from agentrl.env.toolenv.dispatch import call_function, listed
 from agentrl.env.toolenv.rewards import (
     BadReward,
     Rewards,
@@ -136,7 +135,7 @@ class ScoredEnv(Env):
                     values[:] = [self._read_parts(spec, v)[1] for v in check_group(value, len(episodes))]
                     return {}
 
-                await self._ask_reward(rewards, spec, _listed(getattr(self, spec.attribute)), episodes, read)
+                await self._ask_reward(rewards, spec, listed(getattr(self, spec.attribute)), episodes, read)
                 for parts, value in zip(found, values, strict=True):
                     parts.update(value)
         if not self._open:
@@ -198,19 +197,6 @@ class ScoredEnv(Env):
         await self._thread.held()
         with self._on_thread():
             await rewards.ask(spec, function, argument, read)
-
-
-def _listed(function: Callable[..., object]) -> Callable[..., object]:
-    """A plain function whose generator or other iterator is read where the function runs."""
-    if inspect.iscoroutinefunction(function):
-        return function
-
-    @functools.wraps(function)
-    def call(*args: object, **kwargs: object) -> object:
-        value = function(*args, **kwargs)
-        return list(value) if isinstance(value, Iterator) else value
-
-    return call
 
 
 def _uses_self(method: Callable[..., object]) -> bool:

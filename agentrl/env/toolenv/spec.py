@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from agentrl.env.solved import BY_NAME, SolvedRule, rule_of
 from agentrl.env.toolenv.declare import REWARD_MARK, TOOL_MARK, RewardMark, ToolMark
-from agentrl.env.toolenv.dispatch import call_function
+from agentrl.env.toolenv.dispatch import call_function, listed
 from agentrl.env.toolenv.json_schema import (
     Signature,
     check_name,
@@ -74,7 +74,8 @@ class MethodTool:
 
     async def call(self, arguments: dict[str, object], timeout_s: float | None) -> object:
         """Run the function. Raises CallTimeout, and whatever the function raises."""
-        return await call_function(self.function, arguments, timeout_s, inline=self.inline, apart=self.parallel)
+        function = listed(self.function)
+        return await call_function(function, arguments, timeout_s, inline=self.inline, apart=self.parallel)
 
 
 @dataclass(frozen=True, slots=True)
