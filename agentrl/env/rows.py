@@ -30,7 +30,7 @@ def read_jsonl(path: Path) -> Iterator[Row]:
             if not text.strip():
                 continue
             try:
-                row = json.loads(text.decode())
+                row = json.loads(text.decode().rstrip())  # an end of line would begin another line of columns
             except UnicodeDecodeError as e:
                 raise ConfigError(f"{path}:{number}: not UTF-8 text (byte {e.start}: {e.reason})") from None
             except json.JSONDecodeError as e:

@@ -82,6 +82,7 @@ def test_a_column_that_no_method_can_take_is_renamed(tmp_path):
     ("name", "content", "said"),
     [
         ("a.json", '[{"text": "a"}, 3]', "a.json: row 2: a row must be a JSON object, got int"),
+        ("a.jsonl", '{"text": "a"}\n{"text": {\n', "in double quotes (column 11)"),
         ("a.json", '[\n{"text": "a"},\n{"text": }\n]', "a.json:3: not JSON"),
         ("a.json", '[{"text": "a"}, {"text": 1}]', "a.json:2: "),
         ("a.json", "[]", "a.json: no rows"),
