@@ -29,7 +29,7 @@ from agentrl.run_folder.tags import read_tags
 
 T = TypeVar("T")
 
-VERSION = 3
+VERSION = 4
 REGEX_S = 5.0
 """How long a search by regular expression may take; some patterns would take years."""
 MAX_TEXT = 4_000_000
@@ -37,7 +37,7 @@ MAX_TEXT = 4_000_000
 BATCH = 4_000_000
 """Characters of episodes that are held in memory while a file is indexed."""
 MAX_PATTERN = 10_000
-"""Characters of a text that SQL's `like` takes; it is twice as fast as `instr`."""
+"""Characters of a text that SQL's `like` takes."""
 SNIPPET = 80
 """Characters around a match."""
 _UNIT, _RECORD = "\x1f", "\x1e"  # around a call, and between its tool and its outcome
@@ -51,8 +51,6 @@ create table if not exists episodes(
 create index if not exists episodes_file on episodes(file);
 create index if not exists episodes_cut on episodes(cut) where cut > 0;
 create index if not exists episodes_rows on episodes(step desc, id, file, reward, stop, task, calls);
-create virtual table if not exists words using fts5(
-    body, content='episodes', content_rowid='id', tokenize="unicode61 tokenchars '_'");
 """
 
 
@@ -61,7 +59,7 @@ class Query:
     """What to look for; what is None does not restrict.
 
     Attributes:
-        text: words or a part of the text, in any case; a regular expression where `regex` is set.
+        text: a part of what was said, in any case; a regular expression where `regex` is set.
         outcome: of a call of `tool`, or of any tool.
         run: the path of one run.
         tag: of the runs to search.
@@ -293,7 +291,7 @@ class Index:
 
 
 def _matching(query: Query, db: sqlite3.Connection) -> tuple[str, object]:
-    """The condition on the text: by the index of words where it can answer, else by looking through all texts."""
+    """The condition on the text."""
     if query.regex:
         try:
             pattern = regex.compile(query.text, regex.IGNORECASE)
@@ -306,20 +304,16 @@ def _matching(query: Query, db: sqlite3.Connection) -> tuple[str, object]:
 
         db.create_function("matches", 1, matches, deterministic=True)
         # What an expression begins with is found faster without it.
-        contained, beginning = _contains(_beginning(query.text))
+        contained, beginning = _contains(_beginning(query.text), db)
         return f"({contained} and matches(body))", beginning
-    words = re.findall(r"\w+", query.text)
-    if words and re.fullmatch(r"[\w\s]+", query.text):
-        match = '"' + " ".join(words) + '"' + ("" if query.text[-1].isspace() else "*")
-        if db.execute("select 1 from words where words match ? limit 1", [match]).fetchone():
-            return "id in (select rowid from words where words match ?)", match
-    return _contains(query.text)
+    return _contains(query.text, db)
 
 
-def _contains(text: str) -> tuple[str, object]:
-    """The condition that a text is in a body; ASCII letters in any case."""
-    if len(text) > MAX_PATTERN:
-        return "instr(lower(body), ?) > 0", text.lower()
+def _contains(text: str, db: sqlite3.Connection) -> tuple[str, object]:
+    """The condition that a text is in a body, in any case."""
+    if len(text) > MAX_PATTERN or not text.isascii():  # `like` ignores the case of ASCII letters only
+        db.create_function("holds", 2, lambda body, sought: sought in body.lower(), deterministic=True)
+        return "holds(body, ?)", text.lower()
     for sign in "!%_":
         text = text.replace(sign, "!" + sign)
     return "body like ? escape '!'", f"%{text}%"
@@ -349,9 +343,6 @@ def _beginning(pattern: str) -> str:
 
 
 def _forget(db: sqlite3.Connection, file: int) -> None:
-    db.execute(
-        "insert into words(words, rowid, body) select 'delete', id, body from episodes where file = ?", [file]
-    )
     db.execute("delete from episodes where file = ?", [file])
     db.execute("delete from files where id = ?", [file])
 
@@ -360,7 +351,6 @@ def _add(db: sqlite3.Connection, run: Path, step: int, stat: os.stat_result) -> 
     """Index one file; what is whole before a damaged place is kept."""
     values = [str(run), step, stat.st_size, stat.st_mtime_ns]
     file = db.execute("insert or replace into files(run, step, size, mtime) values (?, ?, ?, ?)", values).lastrowid
-    first = db.execute("select coalesce(max(id), 0) from episodes").fetchone()[0]
     rows: list[tuple[object, ...]] = []
     done = size = 0
     try:
@@ -372,11 +362,7 @@ def _add(db: sqlite3.Connection, run: Path, step: int, stat: os.stat_result) -> 
                 rows.clear()
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as e:
         db.execute("update files set problem = ? where id = ?", [str(e)[:500] or type(e).__name__, file])
-    done += _insert(db, rows)
-    db.execute(
-        "insert into words(rowid, body) select id, body from episodes where id > ? and file = ?", [first, file]
-    )
-    return done
+    return done + _insert(db, rows)
 
 
 def _insert(db: sqlite3.Connection, rows: Sequence[tuple[object, ...]]) -> int:
@@ -424,8 +410,7 @@ def _snippet(body: str, query: Query) -> str:
     at, end = 0, 0
     if query.text:
         begins = query.text[:SNIPPET]  # compiling thousands of characters takes minutes
-        words = r"\s+".join(map(re.escape, begins.split()))
-        pattern = query.text if query.regex else words or re.escape(begins)
+        pattern = query.text if query.regex else re.escape(begins)
         with contextlib.suppress(TimeoutError):
             if (match := regex.search(pattern, body, regex.IGNORECASE, timeout=0.5)) is not None:
                 at, end = match.span()

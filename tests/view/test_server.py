@@ -329,6 +329,27 @@ def test_a_part_of_a_word_is_found_whatever_signs_it_has(folder: Path, tmp_path:
     assert places("100.*!", regex=True) == [0, 1]
 
 
+def test_a_text_is_found_wherever_it_is_in_a_word_and_nowhere_else(folder: Path, tmp_path: Path):
+    records = read_records(folder / "calc", 2)
+    said = ["tool calls", "a retooled saw", "tool, calls", "ÜNDER und über"]
+    episodes = [
+        replace(r, episode=replace(r.episode, messages=(Message("assistant", text),)))
+        for r, text in zip(records, said, strict=False)
+    ]
+    write_step(folder / "calc", 2, episodes)
+    index = open_index([folder / "calc"], tmp_path / "index.sqlite")
+    index.refresh()
+    ids = [record.episode.id for record in episodes]
+
+    def places(text: str) -> list[int]:
+        return [ids.index(hit.episode) for hit in index.search(Query(text, step_min=2, step_max=2)).hits]
+
+    assert places("tool") == [0, 1, 2]  # the beginning of a word in one episode, the middle of one in another
+    assert places("Tool Calls") == [0]
+    assert places("tooled ") == [1]
+    assert places("ünder") == places("ÜBER") == [3]
+
+
 def test_the_end_of_a_long_episode_is_searched_and_what_is_not_is_said(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
