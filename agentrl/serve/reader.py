@@ -259,6 +259,8 @@ class MessageReader:
         if not self._called:
             self._events += events
             deltas += self._tell(events)
+            if not any(isinstance(event, ParsedCall) for event in events):
+                self._called = False  # a call that its completion left unfinished did not cut it
         return deltas
 
     def _read(self, text: str) -> list[Delta]:
@@ -338,7 +340,7 @@ class MessageReader:
             number: index of the message in its transcript.
         """
         parsed = collect(self._events)
-        if self._read_calls and not self.cut:
+        if self._read_calls and (not self.cut or (parsed.errors and self.stopped_by is None)):
             # Parsed as `Renderer.parse` does, except for a malformed call's text, which is not sent twice.
             return to_message(parsed, number) if self._whole_at_once and not parsed.errors else None
         if not self._read_calls:

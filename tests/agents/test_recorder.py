@@ -424,3 +424,28 @@ async def test_responses_that_go_on_from_one_another_are_one_branch_also_when_on
         assert one.recording.metrics() == {"agent/retries": 1.0}
         (leaf,) = one.recording.leaves()
         assert [message.role[0] for message in leaf.context] == list("uataua")
+
+
+CUT = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1+2'
+INVALID = '<tool_call>\n{"name": "calculator", "arguments": {"expression": }}\n</tool_call>'
+NAMED = {"tool_choice": {"type": "function", "function": {"name": "calculator"}}}
+
+
+@pytest.mark.parametrize("written", [CUT, INVALID], ids=["unfinished", "invalid"])
+@pytest.mark.parametrize("limit", [True, False])
+@pytest.mark.parametrize("options", [{}, {"parallel_tool_calls": False}, NAMED], ids=["any", "one", "named"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_only_call_that_cannot_be_read_is_recorded_as_any_other(
+    renderer: Renderer, written: str, limit: bool, options: Any, stream: bool
+):
+    tokens = len(renderer.vocabulary.encode_raw(written))
+    async with recorded(renderer, [written], **({"max_tokens": tokens} if limit else {})) as one:
+        answer = await one.chat([USER], stream=stream, **options)
+        choice = [chunk.choices[0] async for chunk in answer][-1] if stream else answer.choices[0]
+        (turn,) = one.recording.turns()
+        cut = limit and (written == CUT or not options)  # an only call that is complete ends its completion
+        assert choice.finish_reason == ("length" if cut else "tool_calls")
+        assert turn.finish == ("length" if cut else "stop")
+        assert one.recording.ending is (StopReason.MAX_TOKENS if cut else StopReason.ANSWERED)
+        assert len(turn.message.parse_errors) == 1
+        assert turn.message.content == written
