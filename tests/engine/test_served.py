@@ -659,6 +659,32 @@ async def test_logprobs_of_given_tokens_by_server(model: Path) -> None:
         assert found == [[[-1.02, -1.03], [-1.09]]] * 2
 
 
+async def test_a_server_that_dies_before_its_weights_are_checked_costs_a_delay_and_nothing_else(
+    model: Path,
+) -> None:
+    async with servers(2) as (a, b), engine_over(model, a, b, health_every_s=60.0) as engine:
+        await engine.update_weights(weights(1), version=3)
+        await a.die()
+        assert await engine.logprobs_by_server([[1, 2, 3]]) == [[[-1.02, -1.03]]], "the other one's"
+        await b.die()
+        b.weights.clear()
+        asking = asyncio.create_task(engine.logprobs_by_server([[1, 2, 3]]))
+        await until(lambda: not engine.ready)
+        await b.start()
+        assert await asking == [[[-1.02, -1.03]]]
+        assert b.weights, "it was scored without the weights that it was to have"
+
+
+async def test_a_server_that_lives_and_never_scores_is_not_left_out_of_the_check(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.engine.servers.replica_pool.BACK_OFF_S", 0.001)
+    async with servers(2) as (a, b), engine_over(model, a, b) as engine:
+        b.refuse["/generate"] = (503, "busy")
+        with pytest.raises(EngineError, match=r"lost 6 times.*503: \W*busy"):
+            await engine.logprobs_by_server([[1, 2, 3]])
+
+
 async def test_the_last_id_of_the_vocabulary_is_scored_though_sglang_names_it_0(model: Path) -> None:
     async with servers(1) as (server,), engine_over(model, server) as engine:
         last = server.vocabulary - 1

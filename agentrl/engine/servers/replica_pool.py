@@ -216,6 +216,34 @@ class ReplicaPool:
                 await asyncio.sleep(BACK_OFF_S * 2**attempt)
         raise EngineError(f"a request was lost {ATTEMPTS} times; the last time: {last}") from last
 
+    async def call_each(self, ask: Ask[T]) -> list[T]:
+        """Send a request to every server; return the answers of those that are not lost meanwhile, at least one.
+
+        Raises:
+            EngineError: an answer is invalid, or no server can answer any more.
+        """
+        while True:
+            await self.any_ready()
+            answers = await asyncio.gather(*(self._ask_one(replica, ask) for replica in self.ready))
+            if found := [answer for answer in answers if answer is not None]:
+                return found
+
+    async def _ask_one(self, replica: Replica, ask: Ask[T]) -> T | None:
+        """Return the server's answer; None if it is lost."""
+        server = replica.server
+        assert server is not None
+        for attempt in range(ATTEMPTS):
+            try:
+                return await _guarded(replica, ask(server))
+            except ServerLost as e:
+                last = e
+                await self._suspect(replica, server, e)
+            if not replica.ready or replica.server is not server:
+                return None
+            if last.status in BUSY and attempt + 1 < ATTEMPTS:
+                await asyncio.sleep(BACK_OFF_S * 2**attempt)
+        raise EngineError(f"a request was lost {ATTEMPTS} times; the last time: {last}") from last
+
     def timing(self) -> dict[str, float]:
         """What each server did since the last call, as metrics."""
         return {

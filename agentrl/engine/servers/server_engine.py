@@ -278,15 +278,15 @@ class ServedEngine(Engine):
     async def logprobs_by_server(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """Return by server the logprob (temperature 1) of each token of each row but the first.
 
-        Used to check whether the weights of servers and learner are the same.
+        Used to check whether the weights of servers and learner are the same. A server that is lost meanwhile is
+        left out, unless it is the only one, which is asked again when it is back.
         """
         checked = [check_prompt(row, self._vocabulary, self.max_context).tolist() for row in rows]
 
         async def ask(server: InferenceServer) -> list[list[float]]:
             return [[one.logprob for one in await server.score(row)] for row in checked]
 
-        servers = [r.server for r in self._pool.ready if r.server is not None]
-        return list(await asyncio.gather(*map(ask, servers)))
+        return await self._pool.call_each(ask)
 
     async def sleep(self) -> None:
         """Free the servers' GPU memory until the next `update_weights`; requests wait until then.
