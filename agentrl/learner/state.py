@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from agentrl.errors import CheckpointError
 from agentrl.learner.optimizer import SCALE, CompactAdamW, loaded
@@ -54,9 +55,21 @@ class TrainingState:
         """Write this rank's files; rank 0 also the policy as a Hugging Face model."""
         if self.world.rank == 0:
             self.model.save_pretrained(directory, state_dict=dict(self.weights))
+            _write_index(directory)
             (directory / NOTE).write_text(json.dumps({**self.note, "ranks": self.world.size}))
         file = directory / _file("optimizer", self.world.rank, self.world.size)
         save_file(dict(self.optimizer), file, metadata=dict(self.offsets))
+
+
+def _write_index(directory: Path) -> None:
+    """List the weights of a model that was written in one file: without a list, SGLang and vLLM load every
+    safetensors file in a directory, and fail at the optimizer's."""
+    file = directory / SAFE_WEIGHTS_NAME
+    if file.is_file():
+        with safe_open(file, "pt") as tensors:
+            names = dict.fromkeys(tensors.keys(), file.name)
+        index = {"metadata": {"total_size": file.stat().st_size}, "weight_map": names}
+        (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=1))
 
 
 def copy_state(

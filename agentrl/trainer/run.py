@@ -274,8 +274,9 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     if reward_model is not None:
         stack.push_async_callback(reward_model.close)
     reporter.within(starting_engine(config))
-    base, stopping = start if config.engine.sync == "lora" else policy, setting.stopping
-    engine = await unless_stopped(stopping, make_engine(config, base, trains=True))
+    stopping = setting.stopping
+    # Not the checkpoint: a server that is started again later would find it deleted.
+    engine = await unless_stopped(stopping, make_engine(config, start, trains=True))
     stack.push_async_callback(close_pools)
     stack.push_async_callback(engine.close)
     reporter.within("measuring prompts")
@@ -284,7 +285,7 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     for note in load_feed(admission, checkpoint.path) if checkpoint else ():
         reporter.note(note)
     lora = config.learner.lora
-    if checkpoint or (lora is not None and lora.adapter is not None):  # the engine loaded `start`, without this
+    if checkpoint or (lora is not None and lora.adapter is not None):  # the engine loaded `start`
         await engine.update_weights(await sent_weights(config, learner), version=done)
     make_envs = {name: part.make_env for name, part in content.by_env.items()}
     make = await stack.enter_async_context(players(config, start, engine, renderer, make_envs))
@@ -293,7 +294,7 @@ async def _make_run(stack: contextlib.AsyncExitStack, setting: _Setting, content
     parts = EvaluationParts(
         config,
         content,
-        base,
+        start,
         renderer,
         lambda: sent_weights(config, learner),
         reporter,

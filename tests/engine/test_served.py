@@ -8,6 +8,7 @@ import io
 import json
 import math
 import pickle
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from agentrl.engine.base import GenerateOptions, TokenLogprob
 from agentrl.engine.servers.client import Listener
 from agentrl.engine.servers.delta_sync import DeltaSync
 from agentrl.engine.servers.launch.hosts import GivenHost
-from agentrl.engine.servers.server_engine import ServedEngine, ServedLimits
+from agentrl.engine.servers.server_engine import ServedEngine, ServedLimits, load_folder
 from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.streams import SGLangStream
 from agentrl.engine.servers.weight_sync import AdapterSync, DiskSync, TensorSync, WeightSync, buckets, distinct
@@ -719,6 +720,13 @@ def test_buckets_hold_everything_once() -> None:
     parts = list(buckets(tensors, 200))
     assert [name for part in parts for name in part] == list(tensors)
     assert all(sum(t.nbytes for t in part.values()) <= 200 or len(part) == 1 for part in parts)
+
+
+@pytest.mark.parametrize("name", ["optimizer.safetensors", "optimizer-00002-of-00002.safetensors"])
+def test_a_checkpoint_is_read_without_its_optimizer(model: Path, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(model, tmp_path / "step-1")
+    save_file({"a.weight/exp_avg": torch.ones(4)}, folder / name)
+    assert load_folder(folder, torch.float32).keys() == weights(0).keys()
 
 
 def test_tied_parameters_are_found_by_their_memory() -> None:

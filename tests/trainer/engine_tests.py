@@ -29,10 +29,12 @@ from agentrl.types import Completion, Sampling
 from tests.trainer.real_servers import (
     AGREE,
     PROMPT,
+    calculator,
     gap,
     logprobs_of,
     random_adapter,
     serving,
+    train,
     two_policies,
 )
 
@@ -280,6 +282,20 @@ class EngineTests:
                 await engine.update_weights(weights, version=version)
                 (found,) = await engine.logprobs_by_server([GIVEN])
                 assert (torch.tensor(found[0]) - logprobs_of(policy, GIVEN)).abs().max() < AGREE
+
+    async def test_a_checkpoint_is_served(self, tmp_path: Path) -> None:
+        shape = {"hidden": self.KIND.hidden, "layers": 2, "vocab": 320, "max_context": 512}
+        run = calculator(steps=1, model={"tiny": shape}, engine={"device": "cpu"}, eval={"tasks": 1})
+        await asyncio.to_thread(train, run, tmp_path)
+        saved = tmp_path / "checkpoints" / "step-1"
+        assert (saved / "optimizer.safetensors").is_file()
+        config = EngineConfig(kind=self.KIND.name, device="cpu", max_slots=32, server=self.KIND.server)
+        engine = await open_engine(config, saved)
+        assert isinstance(engine, ServedEngine)
+        async with _closing(engine):
+            (found,) = await engine.logprobs_by_server([GIVEN])
+        policy = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
+        assert (torch.tensor(found[0]) - logprobs_of(policy, GIVEN)).abs().max() < AGREE
 
     async def test_an_adapter_alone_says_the_same_as_merged_weights(
         self, folders: list[Path], tmp_path: Path

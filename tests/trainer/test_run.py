@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from agentrl.config.run import RunConfig
+from agentrl.engine.base import Engine
 from agentrl.errors import AgentRLError
 from agentrl.reporting.report import Silent, Summary
+from agentrl.rollout.build import make_engine
 from agentrl.rollout.collect import collect
 from agentrl.run_folder.records import read_episodes, read_records
 from agentrl.run_folder.store import RunStore
@@ -316,6 +319,33 @@ class TestWholeRun:
         assert "<|im_start|>user" in tokenizer.apply_chat_template(
             [{"role": "user", "content": "x"}], tokenize=False
         )
+
+    def test_servers_that_load_a_checkpoint_leave_the_optimizer_alone(self, finished):
+        folder, *_ = finished
+        last = folder / "checkpoints" / "step-4"
+        listed = json.loads((last / "model.safetensors.index.json").read_text())["weight_map"]
+        assert listed == dict.fromkeys(load_file(last / "model.safetensors"), "model.safetensors")
+        assert len(listed) > 10
+        assert {file.name for file in last.glob("*.safetensors")} - set(listed.values()) == {
+            "optimizer.safetensors"
+        }
+
+    def test_the_engine_of_a_resumed_run_loads_nothing_that_the_run_deletes(
+        self, finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        """A server that is started again loads it again."""
+        folder, *_ = finished
+        run(buttons(folder.parent), tmp_path / "run", Notes(2))
+        loaded: list[Path] = []
+
+        async def noted(config: RunConfig, directory: Path, **more: Any) -> Engine:
+            loaded.append(directory)
+            return await make_engine(config, directory, **more)
+
+        monkeypatch.setattr("agentrl.trainer.run.make_engine", noted)
+        run(buttons(folder.parent), tmp_path / "run")
+        assert len(loaded) == 1
+        assert "checkpoints" not in loaded[0].parts
 
     def test_the_same_again_is_the_same(self, finished, tmp_path: Path):
         folder, _, lines, _ = finished

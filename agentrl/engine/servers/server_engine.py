@@ -460,7 +460,7 @@ def load_folder(folder: Path, dtype: torch.dtype, exact: Collection[str] = ()) -
     found = {
         name: tensor
         for file in files
-        if file.name != "optimizer.safetensors"
+        if not file.name.startswith("optimizer")
         for name, tensor in load_file(file).items()
     }
     if not found:
