@@ -185,7 +185,8 @@ class LoopbackServer:
     # -- SGLang ------------------------------------------------------------------------------------------------
 
     async def _get_health(self, body: dict[str, object]) -> tuple[int, object]:
-        return (503, "") if self.sick else (200, "")
+        sampling = self._go.is_set()  # it answers with the health of the scheduler, which samples a token for it
+        return (200, "") if sampling and not self.sick else (503, "")
 
     async def _get_server_info(self, body: dict[str, object]) -> tuple[int, object]:
         info = {"max_req_input_len": self.max_context, "enable_deterministic_inference": True}
@@ -378,6 +379,9 @@ class LoopbackVLLM(LoopbackServer):
 
     extended = False
     """Whether its workers have the calls of `agentrl.engine.servers.inside`."""
+
+    async def _get_health(self, body: dict[str, object]) -> tuple[int, object]:
+        return (503, "") if self.sick else (200, "")
 
     async def _get_metrics(self, body: dict[str, object]) -> tuple[int, object]:
         return 200, f"python_info 1.0\nprocess_start_time_seconds {self.starts}\n"

@@ -267,6 +267,9 @@ class SimulatedServer:
     async def sleep(self) -> None:
         raise NotImplementedError
 
+    async def unpause(self) -> None:
+        """Do nothing: it is never left paused."""
+
     async def wake(self, what: Literal["weights", "cache"]) -> None:
         raise NotImplementedError
 

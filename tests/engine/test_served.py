@@ -632,6 +632,20 @@ async def test_a_session_that_a_killed_run_left_open_blocks_nobody(model: Path) 
         await killed.close()
 
 
+async def test_a_pause_that_a_killed_run_left_blocks_no_run_with_adapters(model: Path, tmp_path: Path) -> None:
+    """Which loads no weights before its first step, and pauses nothing."""
+    async with servers(1) as (server,):
+        killed = SGLangServer(server.url)
+        await killed.updating(by_tensor=False).__aenter__()
+        with pytest.raises(EngineError, match="503"):
+            await killed.check(timeout_s=5.0)
+        async with engine_over(
+            model, server, sync=AdapterSync(model, tmp_path, alpha=8.0), adapters=True
+        ) as engine:
+            assert len((await engine.generate(PROMPT, Sampling(max_tokens=2))).ids) == 2
+        await killed.close()
+
+
 async def test_a_server_lost_during_an_update_gets_the_weights_later(model: Path) -> None:
     async with servers(2) as (a, b), engine_over(model, a, b, restarts=50) as engine:
         await a.die()

@@ -146,6 +146,10 @@ class InferenceServer(Protocol):
         """
         ...
 
+    async def unpause(self) -> None:
+        """End the pause of an update that was never finished, because its run was killed."""
+        ...
+
     async def load_folder(self, folder: Path, version: int) -> None:
         """Read the weights in a Hugging Face directory that the server can see. Call inside `updating`."""
         ...

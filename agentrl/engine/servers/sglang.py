@@ -218,6 +218,10 @@ class SGLangServer:
             await self._control("/begin_weight_update", {})
         return True
 
+    async def unpause(self) -> None:
+        """End a pause, during which health checks fail."""
+        await self._http.post("/continue_generation", {}, timeout_s=10.0)
+
     async def load_folder(self, folder: Path, version: int) -> None:
         """Load the weights in a folder that the server can read."""
         self._sent = True

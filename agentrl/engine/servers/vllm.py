@@ -223,6 +223,10 @@ class VLLMServer:
                     self._idle.set()
         return None
 
+    async def unpause(self) -> None:
+        """End a pause, during which requests wait."""
+        await self._http.post("/resume", timeout_s=10.0)
+
     async def load_folder(self, folder: Path, version: int) -> None:
         """Load the weights in a folder that the server can read."""
         if await self._has_calls():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -116,7 +117,7 @@ class GivenHost:
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 started, told = time.monotonic(), False
-                while not await _answers(server, None):
+                while not await _answers_unpaused(server):
                     if not told and time.monotonic() - started >= SAY_AFTER_S:
                         told = True
                         self._tell(
@@ -146,6 +147,13 @@ class GivenHost:
 async def _why(url: str) -> str:
     why = await unreachable(url, through_proxy=False)
     return f" ({why})" if why else ""
+
+
+async def _answers_unpaused(server: InferenceServer) -> bool:
+    """Return whether the server responds, also if a run that was killed during an update has left it paused."""
+    with contextlib.suppress(EngineError):  # it is not there yet, or cannot be paused
+        await server.unpause()
+    return await _answers(server, None)
 
 
 async def _answers(server: InferenceServer, ended: asyncio.Future[int] | None) -> bool:
