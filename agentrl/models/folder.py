@@ -38,3 +38,19 @@ def refuse_adapter(directory: Path, where: str, instead: str = "") -> None:
             f"{where}: holds an adapter (adapter_config.json), not a model: {instead}merge the adapter into its "
             "base with peft (merge_and_unload, save_pretrained) and name the result"
         )
+
+
+def refuse_unlisted_optimizer(directory: Path, where: str) -> None:
+    """Reject a checkpoint of an earlier agentrl, which has no index of the weights.
+
+    SGLang and vLLM read every safetensors file in such a directory, and fail at the optimizer's.
+
+    Raises:
+        ConfigError: the folder contains an optimizer, and no model.safetensors.index.json.
+    """
+    optimizer = next(directory.glob("optimizer*.safetensors"), None)
+    if optimizer is not None and not (directory / "model.safetensors.index.json").is_file():
+        raise ConfigError(
+            f"{where}: a checkpoint of an earlier agentrl, without model.safetensors.index.json; servers would "
+            f"read {optimizer.name} as weights: copy the folder without optimizer*.safetensors, and name the copy"
+        )

@@ -286,6 +286,21 @@ async def test_an_installation_that_is_not_there_is_named(tmp_path: Path) -> Non
         await open_engine(EngineConfig(kind="sglang", device="cpu"), model_in(tmp_path))
 
 
+async def test_a_checkpoint_whose_optimizer_servers_would_read_is_refused(tmp_path: Path) -> None:
+    model, config = (
+        model_in(tmp_path),
+        EngineConfig(kind="vllm", device="cpu", server={"python": "/nowhere/python"}),
+    )
+    (model / "optimizer-00001-of-00002.safetensors").touch()
+    with pytest.raises(
+        ConfigError, match=r"read optimizer-00001-of-00002.safetensors as weights: copy the folder"
+    ):
+        await open_engine(config, model)
+    (model / "model.safetensors.index.json").touch()
+    with pytest.raises(EngineError, match="/nowhere/python"):
+        await open_engine(config, model)
+
+
 def test_folders_of_killed_runs_are_swept_and_those_of_living_ones_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from agentrl.engine.servers.weight_sync import AdapterSync, BroadcastSync, DiskS
 from agentrl.errors import ConfigError
 from agentrl.extras import installed
 from agentrl.models.device import pick_device
-from agentrl.models.folder import check_model_folder
+from agentrl.models.folder import check_model_folder, refuse_unlisted_optimizer
 from agentrl.scratch import ScratchFolder
 
 
@@ -36,6 +36,8 @@ async def open_served(
     if lora is not None:  # what the servers would reject later
         KINDS[config.kind].adapters(config, lora, model, None)
     check_model_folder(model, f"model directory {str(model)!r}")
+    if not config.server.urls:
+        refuse_unlisted_optimizer(model, f"model directory {str(model)!r}")
     scratch = ScratchFolder("engine")
     server = config.server
     cluster = RayCluster(ray) if server.launch == "ray" else None
