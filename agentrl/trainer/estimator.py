@@ -11,6 +11,7 @@ from torch import Tensor
 from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.advantages.gdpo import GDPO
 from agentrl.algo.parameters import Named
+from agentrl.algo.returns import rewards_at_end
 from agentrl.algo.step_data import Advantages, StepData, UnsuitableRewardsError
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.choice import OwnFunction
@@ -123,9 +124,10 @@ def _own_estimator(own: OwnFunction, config: AlgorithmConfig) -> NamedEstimator:
             _check_values(advantages.returns_N, step, f"{where}: returns_N has one return for each token")
         return advantages
 
-    try_function(lambda: estimate(_small_step(frozenset(needs))), where)
     weighed = {"old_logprobs_N"} if "correction_N" in needs else set[str]()  # weights come from both
-    return NamedEstimator(estimate, frozenset({*needs, *weighed}))
+    given = frozenset({*needs, *weighed})
+    try_function(lambda: estimate(_small_step(given)), where)
+    return NamedEstimator(estimate, given)
 
 
 def _check_values(values_N: object, step: StepData, what: str) -> None:
@@ -140,20 +142,24 @@ def _check_values(values_N: object, step: StepData, what: str) -> None:
 
 
 def _small_step(needs: Set[str]) -> StepData:
-    """Two groups of two episodes of two turns; optional fields are filled only if needed."""
+    """Two groups of two episodes of two turns, with the fields that a run fills, and those that are needed."""
 
     def given(name: str, tensor: Tensor) -> Tensor | None:
         return tensor if name in needs else None
 
     sequence_N = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 3])
+    rewards_E = torch.tensor([1.0, 0.0, 0.5, 0.25], dtype=torch.float64)
     random = torch.Generator().manual_seed(0)
     return StepData(
-        rewards_E=torch.tensor([1.0, 0.0, 0.5, 0.25], dtype=torch.float64),
+        rewards_E=rewards_E,
         group_E=torch.tensor([0, 0, 1, 1]),
         sequence_N=sequence_N,
+        rewards_N=rewards_at_end(rewards_E, sequence_N),
         turn_N=torch.tensor([0, 0, 1, 0, 1, 0, 0, 1, 1, 0]),
         components_EK=torch.rand(4, 2, generator=random, dtype=torch.float64),
-        old_logprobs_N=-torch.rand(10, generator=random, dtype=torch.float64),
+        component_names=("first", "second"),
+        length_E=torch.tensor([3.0, 2.0, 4.0, 1.0], dtype=torch.float64),
+        old_logprobs_N=given("old_logprobs_N", -torch.rand(10, generator=random, dtype=torch.float64)),
         sum_pi_squared_N=given("sum_pi_squared_N", torch.rand(10, generator=random, dtype=torch.float64)),
         correction_N=given("correction_N", torch.ones(10, dtype=torch.float64)),
     )

@@ -12,11 +12,12 @@ import torch
 
 from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.step_data import StepData
-from agentrl.config.run import RunConfig
+from agentrl.config.run import AlgorithmConfig, RunConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.reporting.report import Silent
 from agentrl.rollout.episode_metrics import group_has_signal
 from agentrl.run_folder.store import RunStore
+from agentrl.trainer.estimator import make_estimator
 from agentrl.trainer.run import train_run
 from agentrl.types import Group, Message, Task
 from tests.env.test_toolenv import episode_of
@@ -53,6 +54,16 @@ odd_needs.needs = [["x"]]
 
 def undeclared(step):
     return spread(step) + step.sum_pi_squared_N
+
+
+def undeclared_old(step):
+    return spread(step) + step.old_logprobs_N
+
+
+def of_turns(step):
+    names = dict(zip(step.component_names, step.components_EK.T, strict=True))
+    last_E = step.rewards_E / step.length_E + names.get("solved", 0)
+    return step.rewards_N + step.turn_N + last_E[step.sequence_N]
 
 
 def short_returns(step):
@@ -150,6 +161,18 @@ def test_a_loss_of_your_own_fails_in_one_error(tmp_path: Path, name: str, said: 
     config = words(tmp_path, algorithm={"loss": f"{tmp_path}/functions.py:{name}"})
     with pytest.raises(ConfigError, match=said):
         trained(config, tmp_path / "run")
+
+
+def test_what_every_step_has_needs_no_declaration(tmp_path: Path):
+    own = {"advantage": f"{tmp_path}/functions.py:of_turns"}
+    trained(words(tmp_path, steps=1, algorithm=own), tmp_path / "run")
+
+
+def test_an_advantage_of_your_own_that_reads_what_it_did_not_declare_starts_no_run(tmp_path: Path):
+    own = {"advantage": f"{tmp_path}/functions.py:undeclared_old"}
+    words(tmp_path)
+    with pytest.raises(ConfigError, match="NoneType"):
+        make_estimator(AlgorithmConfig.model_validate(own))
 
 
 def test_a_weight_that_was_asked_for_is_there(tmp_path: Path):
