@@ -132,6 +132,8 @@ class StepLog:
 
     def _nothing_trained(self, metrics: Mapping[str, float]) -> str:
         """Why a step had no token under the loss."""
+        if metrics.get("rejected/tokens"):  # measured on what is left when groups were dropped
+            return "every token was rejected (algorithm.correction: reject or veto)"
         if dropped := metrics.get("dropped_groups"):
             return f"all {dropped:g} groups were dropped (algorithm.drop_zero_signal_groups)"
         return "no token is left to train: every episode was masked (rollout.overlong) or failed the token check"

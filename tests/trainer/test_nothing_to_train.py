@@ -59,6 +59,8 @@ WHY_MASKED = (
     "no token is left to train: every episode was masked (rollout.overlong) or failed the token check; the policy "
     "is unchanged"
 )
+REJECTED = {"algorithm": {"kl": {"coef": 0.01}, "correction": {"reject": {"token_k1": [0.1, 0.2]}}}}
+WHY_REJECTED = "every token was rejected (algorithm.correction: reject or veto); the policy is unchanged"
 
 
 def test_images_that_the_policy_cannot_read_are_noted(tmp_path: Path):
@@ -89,8 +91,9 @@ def test_images_that_the_policy_cannot_read_are_noted(tmp_path: Path):
         (MASKED, WHY_MASKED),
         ({**MASKED, "algorithm": {"advantage": "gae"}}, WHY_MASKED),
         ({**MASKED, "algorithm": {"advantage": "opo", "old_logprobs": "sampler"}}, WHY_MASKED),
+        (REJECTED, WHY_REJECTED),
     ],
-    ids=["dropped", "epochs", "kl", "lora", "int8", "masked", "gae", "opo"],
+    ids=["dropped", "epochs", "kl", "lora", "int8", "masked", "gae", "opo", "rejected"],
 )
 def test_a_step_without_a_token_to_train_changes_nothing_and_is_told(
     tmp_path: Path, sections: dict[str, Any], why: str
