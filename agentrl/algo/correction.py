@@ -6,7 +6,7 @@ kernels, another precision, weights that arrived late. With d = learner - sample
     drift        measures it, and a gate stops the run if it is too large;
     weights      exp(d), truncated or cut to a band, per token or per sequence, multiply the loss;
     rejection    takes tokens or whole sequences out of the loss mask;
-    veto         takes out sequences with a token that the learner holds to be all but impossible.
+    veto         takes out sequences with a token whose ratio learner / sampler is too small.
 """
 
 from __future__ import annotations
