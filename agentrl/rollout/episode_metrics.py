@@ -87,12 +87,26 @@ def reward_parts(episode: Episode) -> dict[str, float]:
     return parts
 
 
+def compared_parts(episode: Episode) -> dict[str, float]:
+    """The parts of the reward that `gdpo` compares, with all rewards of turns as one of them; one that is missing
+    counts as 0.
+
+    If the env raised or the policy broke its sandbox, the reward is fixed and one part: what the turns had earned
+    does not count.
+    """
+    if episode.stop_reason in (StopReason.SANDBOX_BROKEN, StopReason.FAULT):
+        return {episode.stop_reason.value: episode.reward} if episode.reward else {}
+    turns = sum(turn.reward for turn in episode.turns)
+    return {**episode.rewards, **({"turns": turns} if turns else {})}
+
+
 def group_has_signal(group: Group, signal: Signal = "sum") -> bool:
     """Whether the rewards of a group's episodes differ, or their named parts, or those of their turns."""
     if has_signal([episode.reward or 0.0 for episode in group.episodes]):
         return True
     if signal == "parts":
-        return any(reward_parts(episode) != reward_parts(group.episodes[0]) for episode in group.episodes)
+        parts = [compared_parts(episode) for episode in group.episodes]
+        return any(has_signal([own.get(name, 0.0) for own in parts]) for name in {n for own in parts for n in own})
     turns = [[turn.reward for turn in episode.turns] for episode in group.episodes]
     return signal == "turns" and any(map(any, turns)) and any(one != turns[0] for one in turns)
 

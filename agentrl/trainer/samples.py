@@ -13,9 +13,10 @@ from torch import Tensor
 from agentrl.algo.metrics import merge_metrics
 from agentrl.chat.transcript import rows_of
 from agentrl.learner.split import StepRows
+from agentrl.rollout.episode_metrics import compared_parts
 from agentrl.rollout.limits import less_overlong
 from agentrl.run_folder.records import EpisodeRecord
-from agentrl.types import LIMITS, Episode, Group, Message, Sample, Segment, StopReason, Turn
+from agentrl.types import LIMITS, Episode, Group, Message, Sample, Segment, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def to_samples(groups: Sequence[Group], *, overlong: str, observed: bool = False
         rewards=[episode.reward or 0.0 for _, episode in numbered],
         groups=[number for number, _ in numbered],
         greedy=[greedy[number] for number, _ in numbered] if groups and len(greedy) == len(groups) else None,
-        parts=[_parts(episode) for _, episode in numbered],
+        parts=[compared_parts(episode) for _, episode in numbered],
         lengths=lengths,
     )
     return samples, scores
@@ -242,18 +243,6 @@ def _segment_rewards(episode: Episode, turn_of: Mapping[int, int]) -> dict[int, 
         last = max(last_of.values())
         rewards[last] = rewards.get(last, 0.0) + (episode.reward or 0.0) - given
     return rewards
-
-
-def _parts(episode: Episode) -> dict[str, float]:
-    """The rewards by name, with the turn rewards as one of them.
-
-    If the env raised or the policy broke its sandbox, the reward is fixed and one part: what the turns had earned
-    does not count.
-    """
-    if episode.stop_reason in (StopReason.SANDBOX_BROKEN, StopReason.FAULT):
-        return {episode.stop_reason.value: episode.reward} if episode.reward else {}
-    turns = sum(turn.reward for turn in episode.turns)
-    return {**episode.rewards, **({"turns": turns} if turns else {})}  # missing rewards count as 0
 
 
 class Flat:

@@ -233,6 +233,20 @@ def test_a_signal_is_what_the_advantage_compares():
     assert [group_has_signal(same, kind) for kind in ("sum", "parts", "turns")] == [False, True, False]
     equal = group({"reward": 1.0, "rewards": {"a": 1.0}}, {"reward": 1.0, "rewards": {"a": 1.0}})
     assert [group_has_signal(equal, kind) for kind in ("sum", "parts", "turns")] == [False, False, False]
+    absent = group({"reward": 1.0, "rewards": {"a": 1.0}}, {"reward": 1.0, "rewards": {"a": 1.0, "b": 0.0}})
+    assert not group_has_signal(absent, "parts"), "a missing part counts as 0"
+    turn = episode_of(Message("assistant", "hello")).turns[0]
+    named = group(
+        *(
+            {
+                "reward": 1.0,
+                "turns": (replace(turn, reward=1.0, rewards={name: 1.0}),),
+                "metrics": {f"reward/{name}": 1.0},
+            }
+            for name in ("a", "b")
+        )
+    )
+    assert not group_has_signal(named, "parts"), "all rewards of turns are one part"
     other = group({"reward": 1.0}, {"reward": 0.0})
     assert [group_has_signal(other, kind) for kind in ("sum", "parts", "turns")] == [True, True, True]
 
