@@ -255,7 +255,7 @@ METRICS: tuple[MetricDoc, ...] = (
         ("*turns", "turns", "Mean number of turns of a scored episode."),
         ("*limits", "episodes", "Episodes cut by a limit on turns, tokens, calls, context or time."),
         ("*infra_failures", "episodes", "Episodes lost to infrastructure failures; they do not train."),
-        ("stop/{reason}", "episodes", "Episodes that ended for this reason."),
+        ("stop/{reason}", "episodes", "Scored episodes that ended for this reason."),
         ("redrawn/{reason}", "episodes", "Failed episodes that were replayed, by error class."),
     ),
     *_docs(
