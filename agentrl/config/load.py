@@ -375,7 +375,22 @@ def _report(source: Source) -> str:
         spot = problem.spot or Spot()
         return spot.flag is not None, spot.key_line, spot.key_column
 
-    return "\n".join(_line(source, problem) for problem in sorted(source.problems, key=place))
+    found = sorted(source.problems, key=place)
+    unknown = [each for each in found if each.text.startswith("unknown key") and not place(each)[0]]
+    file = Path(source.name)
+    if unknown and file.name == "config.yaml" and (file.parent / "metrics.jsonl").is_file():
+        return _other_version(file, [dotted(each.loc) for each in unknown])
+    return "\n".join(_line(source, problem) for problem in found)
+
+
+def _other_version(file: Path, unknown: Sequence[str]) -> str:
+    """What to do about a run's configuration with keys that do not exist: nobody is to edit that file."""
+    keys = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
+    return (
+        f"{file}: has keys that this version of agentrl does not know ({keys}): another version wrote it. Use "
+        "that version to resume, evaluate or serve the run. To train on from its weights, start a new run with "
+        f"`model: {{path: {file.parent}/checkpoints/step-N}}`; show, view, runs and export read this run as it is"
+    )
 
 
 def _line(source: Source, problem: Problem) -> str:

@@ -142,6 +142,23 @@ def test_another_configuration_is_refused_with_the_difference(tmp_path: Path):
         assert store.resumed
 
 
+def test_keys_of_another_version_are_one_error_that_says_what_to_do(tmp_path: Path):
+    with RunStore.open(config(), tmp_path / "r") as store:
+        store.log_metrics(1, {"solved": 0.5})
+    file = tmp_path / "r" / "config.yaml"
+    with pytest.raises(ConfigError, match=r"--set stepz=1: .*did you mean"):
+        load_config(file, ["stepz=1"], check_paths=False)
+    file.write_text(file.read_text() + "gone: null\nlost: 3\n")
+    before = file.read_bytes()
+    with pytest.raises(ConfigError) as refused:
+        RunStore.open(config(), tmp_path / "r")
+    text = str(refused.value)
+    assert "does not know (gone, lost): another version wrote it" in text
+    assert f"path: {tmp_path / 'r' / 'checkpoints' / 'step-N'}" in text
+    assert "\n" not in text
+    assert file.read_bytes() == before
+
+
 def test_a_folder_without_a_step_blocks_no_other_configuration(tmp_path: Path):
     """A run that was refused, or killed, before its first step: the corrected file runs under the same name."""
     with RunStore.open(config(), tmp_path / "r") as store:
