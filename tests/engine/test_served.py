@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, Dee
 from agentrl.engine.base import GenerateOptions, TokenLogprob
 from agentrl.engine.servers.client import Listener
 from agentrl.engine.servers.delta_sync import DeltaSync
+from agentrl.engine.servers.http import ServerLost
 from agentrl.engine.servers.launch.hosts import GivenHost
 from agentrl.engine.servers.server_engine import ServedEngine, ServedLimits, load_folder
 from agentrl.engine.servers.sglang import SGLangServer
@@ -698,6 +699,35 @@ async def test_a_server_that_lives_and_never_scores_is_not_left_out_of_the_check
         b.refuse["/generate"] = (503, "busy")
         with pytest.raises(EngineError, match=r"lost 6 times.*503: \W*busy"):
             await engine.logprobs_by_server([[1, 2, 3]])
+
+
+async def test_a_server_that_ends_whenever_it_is_to_score_ends_the_check(model: Path) -> None:
+    """Though it is restarted, and answers other requests in between."""
+    async with servers(1) as (server,), engine_over(model, server, health_every_s=60.0) as engine:
+        answered, revivals = asyncio.Event(), []
+
+        async def die_when_asked(_: object) -> None:
+            await answered.wait()
+            await server.die()
+            answered.clear()
+            revivals.append(asyncio.create_task(revive()))
+            raise ServerLost("the connection broke")
+
+        async def revive() -> None:
+            await until(lambda: not engine.ready)
+            await server.start()
+
+        async def sample() -> None:
+            while len(revivals) < 8:
+                await engine.generate(PROMPT, Sampling(max_tokens=1))
+                answered.set()
+
+        sampling = asyncio.create_task(sample())
+        with pytest.raises(EngineError, match="every server was lost, 6 times in a row"):
+            await engine._pool.call_each(die_when_asked)
+        sampling.cancel()
+        await asyncio.gather(sampling, *revivals, return_exceptions=True)
+        assert len(revivals) == 6
 
 
 async def test_the_last_id_of_the_vocabulary_is_scored_though_sglang_names_it_0(model: Path) -> None:

@@ -220,13 +220,14 @@ class ReplicaPool:
         """Send a request to every server; return the answers of those that are not lost meanwhile, at least one.
 
         Raises:
-            EngineError: an answer is invalid, or no server can answer any more.
+            EngineError: an answer is invalid, no server can answer any more, or the request ends each one.
         """
-        while True:
+        for _ in range(ATTEMPTS):
             await self.any_ready()
             answers = await asyncio.gather(*(self._ask_one(replica, ask) for replica in self.ready))
             if found := [answer for answer in answers if answer is not None]:
                 return found
+        raise EngineError(f"every server was lost, {ATTEMPTS} times in a row, when all were sent a request")
 
     async def _ask_one(self, replica: Replica, ask: Ask[T]) -> T | None:
         """Return the server's answer; None if it is lost."""
