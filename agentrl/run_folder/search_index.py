@@ -312,8 +312,8 @@ def _matching(query: Query, db: sqlite3.Connection) -> tuple[str, object]:
 def _contains(text: str, db: sqlite3.Connection) -> tuple[str, object]:
     """The condition that a text is in a body, in any case."""
     if len(text) > MAX_PATTERN or not text.isascii():  # `like` ignores the case of ASCII letters only
-        db.create_function("holds", 2, lambda body, sought: sought in body.lower(), deterministic=True)
-        return "holds(body, ?)", text.lower()
+        db.create_function("holds", 2, lambda body, sought: sought in body.casefold(), deterministic=True)
+        return "holds(body, ?)", text.casefold()
     for sign in "!%_":
         text = text.replace(sign, "!" + sign)
     return "body like ? escape '!'", f"%{text}%"

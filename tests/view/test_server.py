@@ -331,7 +331,7 @@ def test_a_part_of_a_word_is_found_whatever_signs_it_has(folder: Path, tmp_path:
 
 def test_a_text_is_found_wherever_it_is_in_a_word_and_nowhere_else(folder: Path, tmp_path: Path):
     records = read_records(folder / "calc", 2)
-    said = ["tool calls", "a retooled saw", "tool, calls", "ÜNDER und über"]
+    said = ["tool calls", "a retooled saw", "tool, calls", "ÜNDER und über, ΟΔΟΣ"]
     episodes = [
         replace(r, episode=replace(r.episode, messages=(Message("assistant", text),)))
         for r, text in zip(records, said, strict=False)
@@ -348,6 +348,7 @@ def test_a_text_is_found_wherever_it_is_in_a_word_and_nowhere_else(folder: Path,
     assert places("Tool Calls") == [0]
     assert places("tooled ") == [1]
     assert places("ünder") == places("ÜBER") == [3]
+    assert places("οδος") == places("οδοσ") == places("ΔΟΣ") == [3]
 
 
 def test_the_end_of_a_long_episode_is_searched_and_what_is_not_is_said(
