@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import contextvars
+import itertools
 import sqlite3
 import threading
 import time
@@ -138,16 +139,24 @@ async def test_what_a_tool_yields_is_read_on_its_thread_and_within_its_time():
                 yield i
 
         @tool
+        def in_c(self) -> Iterator[None]:
+            """Run none of Python's own instructions."""
+            return map(time.sleep, itertools.repeat(0.01, 3000))
+
+        @tool
         def partly(self) -> Iterator[int]:
             """Fail halfway."""
             yield 1
             raise LookupError("no more")
 
-    calls = [call("rows_of", form="generator"), call("rows_of", form="map"), call("partly"), call("endlessly")]
+    calls = [call("rows_of", form="generator"), call("rows_of", form="map"), call("partly")]
+    calls += [call("endlessly"), call("in_c")]
     episode = await play(Yielding(), Task("t", {}), ScriptedPolicy([*calls, "done"]))
     answers = [(record.outcome, record.result) for record in all_calls(episode)]
     assert answers[:3] == [("ok", "[0, 1, 2]")] * 2 + [("tool_exception", "Error: LookupError: no more")]
     assert answers[3] == ("tool_timeout", "Error: endlessly timed out: no result after 0.2 s")
+    assert answers[4] == ("tool_timeout", "Error: in_c timed out: no result after 0.2 s")
+    assert not stuck()
 
 
 async def test_forty_episodes_at_a_time_of_an_env_that_opens_sqlite_in_setup():

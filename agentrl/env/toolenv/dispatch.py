@@ -159,7 +159,9 @@ def listed(function: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:
         value = function(*args, **kwargs)
-        return list(value) if isinstance(value, Iterator) else value
+        if not isinstance(value, Iterator):
+            return value
+        return [item for item in value]  # noqa: C416  # no timeout can end `list` over an iterator written in C
 
     return call
 
