@@ -112,9 +112,8 @@ class RankPool(Generic[Rank]):
     ) -> Callable[[], list[Result]]:
         """Call every rank, each with its own part; see `agentrl.learner.rank.Ranks`."""
         workers = self._workers
-        if not workers:
-            ended = f"the ranks of the {self.model} have ended; run the same command again to resume"
-            raise WorkerLost(self._lost or ended)  # nobody may have waited for the call that found them lost
+        if not workers:  # nobody may have waited for the call that found them lost
+            raise self._ended()
         refs = []
         for worker, part in zip(workers, parts, strict=True):
             remote = worker.actor.call.options(concurrency_group="disk") if writes else worker.actor.call
@@ -152,8 +151,9 @@ class RankPool(Generic[Rank]):
     def _trouble(self, refs: Sequence[Any], what: str) -> Exception:
         """The error to raise after a rank has failed; stops the ranks unless all raised the same agentrl error."""
         with self._failing:
-            if self._lost:
-                return WorkerLost(self._lost)
+            workers = self._workers
+            if not workers:  # lost before, or closed while another thread waits
+                return self._ended()
             errors = self._errors(refs, GRACE_S)
             task_error = self._ray.exceptions.RayTaskError
             causes = {rank: e.cause if isinstance(e, task_error) else e for rank, e in errors.items()}
@@ -161,18 +161,22 @@ class RankPool(Generic[Rank]):
                 return causes[0]
             dead = {rank: e for rank, e in errors.items() if not isinstance(e, task_error)}
             if not dead:  # one may have died after it had answered
-                dead = self._errors([worker.actor.where.remote() for worker in self._workers], GRACE_S)
+                dead = self._errors([worker.actor.where.remote() for worker in workers], GRACE_S)
             rank, error = next(iter((dead or causes).items()))
             self._lost = (
-                f"{self.model} rank {rank} of {self.size} ({self._workers[rank].place}) "
+                f"{self.model} rank {rank} of {self.size} ({workers[rank].place}) "
                 f"{'died' if dead else 'failed'} in {what}: {' '.join(str(error).split())[:400]}. "
                 "No finished checkpoint is lost: run the same command again to resume"
             )
-            workers, self._workers = self._workers, []
+            self._workers = []
             self._kill(workers)
             if dead:
                 return WorkerLost(self._lost)
             return next((cause for cause in causes.values() if isinstance(cause, AgentRLError)), error)
+
+    def _ended(self) -> WorkerLost:
+        ended = f"the ranks of the {self.model} have ended; run the same command again to resume"
+        return WorkerLost(self._lost or ended)
 
     def _errors(self, refs: Sequence[Any], timeout_s: float) -> dict[int, Exception]:
         """Which of the calls have failed, once all have ended or the time is up."""

@@ -96,7 +96,7 @@ def same_curve(folder: Path) -> dict[str, object]:
     }
     found |= bad_gradient(spread) | killed(spread)
     spread.close()
-    return found | {"answered": died_after_its_answer()}
+    return found | {"answered": died_after_its_answer(), "closed": closed_while_writing()}
 
 
 def two_nodes(folder: Path) -> dict[str, object]:
@@ -374,6 +374,28 @@ def died_after_its_answer() -> dict[str, str]:
                 said[name] = f"{said.get(name, '')}{type(e).__name__}: {e}\n".replace(str(victim), "VICTIM")
         pool.close()
     return said
+
+
+def closed_while_writing() -> str:
+    """What a thread gets that waits for the ranks while another one ends them."""
+    ray = import_ray("the test")
+    connect(ray, None, cpus=2)
+    pool = RankPool(ray, "learner", RankWorker, 2, gpus=False)
+    pool.launch()
+    wait = pool.start(lambda _rank, _part: time.sleep(60), [None] * 2, doing="writing a checkpoint", writes=True)
+    said: list[str] = []
+
+    def write() -> None:
+        try:
+            wait()
+        except Exception as e:
+            said.append(f"{type(e).__name__}: {e}")
+
+    disk = Thread(target=write)
+    disk.start()
+    pool.close()
+    disk.join()
+    return said[0]
 
 
 def bad_input(folder: Path, ranks: int) -> list[str]:

@@ -125,6 +125,14 @@ def test_a_rank_that_has_answered_when_it_dies_is_named(same_curve: dict[str, An
 
 
 @pytest.mark.timeout(1600)
+def test_a_thread_that_waits_while_the_ranks_are_closed_gets_no_error_of_python(same_curve: dict[str, Any]):
+    assert (
+        same_curve["closed"]
+        == "WorkerLost: the ranks of the learner have ended; run the same command again to resume"
+    )
+
+
+@pytest.mark.timeout(1600)
 def test_ranks_survive_a_bad_gradient(same_curve: dict[str, Any]):
     assert same_curve["gradient"].startswith("AgentRLError: step 9: the gradient is nan; lower optim.lr (0.001)")
     assert same_curve["kept"]
