@@ -132,6 +132,8 @@ def _check(query: Query, texts: Sequence[tuple[str, str | None]]) -> None:
     for name, text in (*texts, ("--tool", query.tool), ("--outcome", query.outcome), ("--task", query.task)):
         if text == "":
             raise ConfigError(f"{name}: is empty; leave it out to allow everything")
+        if text is not None and any("\ud800" <= sign <= "\udfff" for sign in text):  # how Python reads other bytes
+            raise ConfigError(f"{name} {text[:80]!r}: not UTF-8; look for a part of it that is")
     reasons = [reason.value for reason in StopReason]
     if query.stop is not None and query.stop not in reasons:
         hint = did_you_mean(query.stop, reasons, otherwise=f"one of {', '.join(reasons)}")

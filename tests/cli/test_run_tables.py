@@ -124,6 +124,7 @@ def test_a_row_stays_on_one_line_of_80_columns(capsys, calc: Path):
         (("--grep", "a", "--regex", "b"), "give one of them"),
         (("--regex", "("), "is not a regular expression"),
         (("--grep", ""), "--grep: is empty"),
+        (("--grep", "a\udcff"), r"--grep 'a\udcff': not UTF-8; look for a part of it that is"),
         (("--episode", "s1/g0/e0", "--tool", "web"), "leave out the filters"),
     ],
 )
