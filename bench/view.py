@@ -28,10 +28,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from agentrl.view.view_server import COOKIE
 from bench.shared.verdict import finish
 from bench.shared.view_runs import write_folder, write_run
 
@@ -147,8 +148,11 @@ def fresh(playwright: Playwright) -> Iterator[BrowserContext]:
 def opened(page: Page, server: Server, name: str) -> float:
     """Seconds from the navigation to the painted content."""
     address, selector, _ = PAGES[name]
-    page.context.add_cookies([{"name": "agentrl_view", "value": server.token, "url": server.url}])
-    page.goto(f"{server.url}/{address}", wait_until="commit")
+    cookie = f"{COOKIE}_{urlsplit(server.url).port}"
+    page.context.add_cookies([{"name": cookie, "value": server.token, "url": server.url}])
+    answer = page.goto(f"{server.url}/{address}", wait_until="commit")
+    assert answer is not None
+    assert answer.ok, answer.status  # else the content would be waited for without end
     many = 1000 if "1,000" in name else 13 if "run" in name else 50
     return float(page.evaluate(PAINTED, [selector, many]))
 
