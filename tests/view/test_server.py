@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -307,21 +307,27 @@ def test_an_index_that_is_damaged_between_two_searches_is_rebuilt(folder: Path, 
         assert [hit.episode for hit in index.search(Query()).hits] == [hit.episode for hit in there.hits]
 
 
-def test_a_part_of_a_word_is_found_whatever_signs_it_has(folder: Path, tmp_path: Path):
+def places_in(folder: Path, file: Path, said: list[str]) -> Callable[..., list[int]]:
+    """Index episodes in which the policy says these texts; return a search for their places."""
     records = read_records(folder / "calc", 2)
-    said = [r"100%_off!", "100 x off!", "Ünder\0 the NUL-mark", "x" * 20_000]
     episodes = [
         replace(r, episode=replace(r.episode, messages=(Message("assistant", text),)))
         for r, text in zip(records, said, strict=False)
     ]
     write_step(folder / "calc", 2, episodes)
-    index = open_index([folder / "calc"], tmp_path / "index.sqlite")
+    index = open_index([folder / "calc"], file)
     index.refresh()
+    ids = [record.episode.id for record in episodes]
 
     def places(text: str, *, regex: bool = False) -> list[int]:
-        ids = [record.episode.id for record in episodes]
         return [ids.index(hit.episode) for hit in index.search(Query(text, regex, step_min=2, step_max=2)).hits]
 
+    return places
+
+
+def test_a_part_of_a_word_is_found_whatever_signs_it_has(folder: Path, tmp_path: Path):
+    said = [r"100%_off!", "100 x off!", "Ünder\0 the NUL-mark", "x" * 20_000]
+    places = places_in(folder, tmp_path / "index.sqlite", said)
     assert places("0%_OFF!") == places(r"100%_o(f)+!", regex=True) == [0]
     assert places("0 x o") == places("100 x*.OFF", regex=True) == [1]
     assert places("Ünder") == places("l-MARK") == places("(nul|zzz)-", regex=True) == [2]
@@ -330,20 +336,8 @@ def test_a_part_of_a_word_is_found_whatever_signs_it_has(folder: Path, tmp_path:
 
 
 def test_a_text_is_found_wherever_it_is_in_a_word_and_nowhere_else(folder: Path, tmp_path: Path):
-    records = read_records(folder / "calc", 2)
     said = ["tool calls", "a retooled saw", "tool, calls", "ÜNDER und über, ΟΔΟΣ"]
-    episodes = [
-        replace(r, episode=replace(r.episode, messages=(Message("assistant", text),)))
-        for r, text in zip(records, said, strict=False)
-    ]
-    write_step(folder / "calc", 2, episodes)
-    index = open_index([folder / "calc"], tmp_path / "index.sqlite")
-    index.refresh()
-    ids = [record.episode.id for record in episodes]
-
-    def places(text: str) -> list[int]:
-        return [ids.index(hit.episode) for hit in index.search(Query(text, step_min=2, step_max=2)).hits]
-
+    places = places_in(folder, tmp_path / "index.sqlite", said)
     assert places("tool") == [0, 1, 2]  # the beginning of a word in one episode, the middle of one in another
     assert places("Tool Calls") == [0]
     assert places("tooled ") == [1]
