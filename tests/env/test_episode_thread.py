@@ -8,11 +8,11 @@ import sqlite3
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
-from agentrl import Stop, ToolEnv, reward, tool
+from agentrl import Stop, ToolEnv, ToolResult, reward, tool
 from agentrl.env import ToolSettings
 from agentrl.env.compose import ComposedEnv
 from agentrl.env.read import all_calls
@@ -149,13 +149,27 @@ async def test_what_a_tool_yields_is_read_on_its_thread_and_within_its_time():
             yield 1
             raise LookupError("no more")
 
+        @tool
+        def counted(self) -> ToolResult:
+            """Give the rows with a metric."""
+            return ToolResult(self._read(), metrics={"counted": 1.0})
+
+        @tool
+        def stops(self) -> Generator[int, None, Stop]:
+            """Yield and then end the episode."""
+            yield 1
+            return Stop("over", reward=1.0)
+
     calls = [call("rows_of", form="generator"), call("rows_of", form="map"), call("partly")]
-    calls += [call("endlessly"), call("in_c")]
+    calls += [call("endlessly"), call("in_c"), call("counted"), call("stops")]
     episode = await play(Yielding(), Task("t", {}), ScriptedPolicy([*calls, "done"]))
     answers = [(record.outcome, record.result) for record in all_calls(episode)]
     assert answers[:3] == [("ok", "[0, 1, 2]")] * 2 + [("tool_exception", "Error: LookupError: no more")]
     assert answers[3] == ("tool_timeout", "Error: endlessly timed out: no result after 0.2 s")
     assert answers[4] == ("tool_timeout", "Error: in_c timed out: no result after 0.2 s")
+    assert (answers[5], episode.metrics["counted"]) == (("ok", "[0, 1, 2]"), 1.0)
+    assert answers[6][0] == "tool_exception"
+    assert "cannot also return a value, and this one returned Stop: return a list" in str(answers[6][1])
     assert not stuck()
 
 

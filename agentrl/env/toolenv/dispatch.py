@@ -8,7 +8,7 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from agentrl.env.toolenv.asked import tracked
@@ -159,11 +159,27 @@ def listed(function: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:
         value = function(*args, **kwargs)
-        if not isinstance(value, Iterator):
-            return value
-        return [item for item in value]  # noqa: C416  # no timeout can end `list` over an iterator written in C
+        if isinstance(value, ToolResult | Stop):
+            return replace(value, content=_read(value.content))
+        return _read(value)
 
     return call
+
+
+def _read(value: Any) -> Any:
+    if not isinstance(value, Iterator):
+        return value
+    return [item for item in _items(value)]  # noqa: C416  # no timeout can end `list` over an iterator written in C
+
+
+def _items(iterator: Any) -> Iterator[object]:
+    """Its items. Raises TypeError if it is a generator that also returns a value, which nobody would see."""
+    returned = yield from iterator
+    if returned is not None:
+        raise TypeError(
+            f"a function that yields cannot also return a value, and this one returned {type(returned).__name__}: "
+            "return a list of the items, or a ToolResult or Stop that contains it"
+        )
 
 
 async def within(coroutine: Awaitable[Any], timeout_s: float | None, grace_s: float = 1.0) -> Any:
