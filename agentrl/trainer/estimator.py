@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,8 +127,24 @@ def _own_estimator(own: OwnFunction, config: AlgorithmConfig) -> NamedEstimator:
 
     weighed = {"old_logprobs_N"} if "correction_N" in needs else set[str]()  # weights come from both
     given = frozenset({*needs, *weighed})
-    try_function(lambda: estimate(_small_step(given)), where)
+    step = _small_step(given)
+    try:
+        try_function(lambda: estimate(step), where)
+    except ConfigError:
+        if not step.names_read:  # else it may look for a part that these rewards do not have
+            raise
     return NamedEstimator(estimate, given)
+
+
+class _SmallStep(StepData):
+    """A step without a run, which notes whether the names of the reward's parts were read: these are made up."""
+
+    names_read = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "component_names":
+            object.__setattr__(self, "names_read", True)
+        return super().__getattribute__(name)
 
 
 def _check_values(values_N: object, step: StepData, what: str) -> None:
@@ -141,7 +158,7 @@ def _check_values(values_N: object, step: StepData, what: str) -> None:
         raise ConfigError(f"{what}: some are not finite")
 
 
-def _small_step(needs: Set[str]) -> StepData:
+def _small_step(needs: Set[str]) -> _SmallStep:
     """Two groups of two episodes of two turns, with the fields that a run fills, and those that are needed."""
 
     def given(name: str, tensor: Tensor) -> Tensor | None:
@@ -150,7 +167,7 @@ def _small_step(needs: Set[str]) -> StepData:
     sequence_N = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 3])
     rewards_E = torch.tensor([1.0, 0.0, 0.5, 0.25], dtype=torch.float64)
     random = torch.Generator().manual_seed(0)
-    return StepData(
+    return _SmallStep(
         rewards_E=rewards_E,
         group_E=torch.tensor([0, 0, 1, 1]),
         sequence_N=sequence_N,

@@ -66,6 +66,14 @@ def of_turns(step):
     return step.rewards_N + step.turn_N + last_E[step.sequence_N]
 
 
+def by_name(step):
+    return step.components_EK[:, step.component_names.index("solved")][step.sequence_N]
+
+
+def by_another_name(step):
+    return step.components_EK[:, step.component_names.index("first_try")][step.sequence_N]
+
+
 def short_returns(step):
     return Advantages(spread(step), returns_N=spread(step)[:3])
 
@@ -141,6 +149,7 @@ def test_an_update_that_is_not_finite_never_replaces_a_checkpoint(tmp_path: Path
         ("short_returns", "returns_N has one return for each token"),
         ("complex_ones", r"got torch\.complex64"),
         ("fails_later", "raised KeyError: 'later'"),
+        ("by_another_name", "raised ValueError: tuple"),
     ],
 )
 def test_an_advantage_of_your_own_fails_in_one_error(tmp_path: Path, name: str, said: str):
@@ -163,8 +172,9 @@ def test_a_loss_of_your_own_fails_in_one_error(tmp_path: Path, name: str, said: 
         trained(config, tmp_path / "run")
 
 
-def test_what_every_step_has_needs_no_declaration(tmp_path: Path):
-    own = {"advantage": f"{tmp_path}/functions.py:of_turns"}
+@pytest.mark.parametrize("name", ["of_turns", "by_name"])
+def test_what_every_step_has_needs_no_declaration(tmp_path: Path, name: str):
+    own = {"advantage": f"{tmp_path}/functions.py:{name}"}
     trained(words(tmp_path, steps=1, algorithm=own), tmp_path / "run")
 
 
