@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -184,7 +185,7 @@ def _line_of(error: BaseException, path: Path) -> str:
 
 
 def _resolve(name: str, base: Path | None, spec: str) -> Path:
-    path = ((base or Path.cwd()) / Path(name).expanduser()).resolve()
+    path = ((base or Path.cwd()) / os.path.expanduser(name)).resolve()
     if not path.is_file():
         raise ConfigError(f"{spec!r}: no file {path}")
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 from collections.abc import Sequence
 from fnmatch import fnmatch
@@ -51,7 +52,7 @@ def data_files(spec: str | Sequence[str], split: Literal["train", "held_out"] = 
 def _files(text: str, split: str) -> list[Path]:
     if not text:
         raise ConfigError("the name of the file is empty")
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     if path.is_file() or (path / SAVED).is_file():
         return [path]
     if path.is_dir():

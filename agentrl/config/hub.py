@@ -34,10 +34,10 @@ def cached_snapshot(text: str) -> Path | None:
 def cache_folder() -> Path:
     """Where Hugging Face's libraries keep what they download."""
     if own := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(own).expanduser()
+        return Path(os.path.expanduser(own))
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
-    return Path(home).expanduser() / "hub"
+    return Path(os.path.expanduser(home)) / "hub"
 
 
 def how_to_get(text: str) -> str:

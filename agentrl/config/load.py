@@ -342,7 +342,7 @@ def _scheme_path(source: Source, loc: Loc, scheme: tuple[str, str], folder: Path
 
 def _absolute(text: str, spot: Spot | None, folder: Path) -> Path:
     base = Path.cwd() if spot is not None and spot.flag else folder
-    return Path(os.path.normpath(base / Path(text).expanduser()))
+    return Path(os.path.normpath(base / os.path.expanduser(text)))
 
 
 def _neighbours(path: Path) -> str:

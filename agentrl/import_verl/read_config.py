@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ class Keys:
 
     def find(self, name: str) -> Path | None:
         """The file that a path of the configuration means: relative to the source or to the current folder."""
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         for place in (self.source.parent / path, path):
             if place.exists():
                 return place

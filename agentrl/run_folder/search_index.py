@@ -113,8 +113,10 @@ class Found:
 
 def cache_folder() -> Path:
     """Where the index lives: below XDG_CACHE_HOME or ~/.cache, else among temporary files."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     for folder in (base / "agentrl", Path(tempfile.gettempdir()) / f"agentrl-{os.getuid()}"):
+        if folder.parts[0] == "~":
+            continue  # the user has no home
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:

@@ -18,9 +18,10 @@ KEYS = frozenset({"theme", "color", "smooth", "filters"})
 MAX_BYTES = 64 << 10
 
 
-def preferences_file() -> Path:
-    """`agentrl/view.json` below XDG_CONFIG_HOME or ~/.config."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "agentrl" / "view.json"
+def preferences_file() -> Path | None:
+    """`agentrl/view.json` below XDG_CONFIG_HOME or ~/.config; None if the user has no home."""
+    base = Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config"))
+    return None if base.parts[0] == "~" else base / "agentrl" / "view.json"
 
 
 class Preferences:

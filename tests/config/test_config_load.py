@@ -319,6 +319,7 @@ class TestOverrides:
             ("seed=[1", "not valid YAML"),
             ("data.train=*.jsonl", "(put the value in quotes)"),
             ("warmup.demonstrations=no.jsonl", "warmup.demonstrations: there is no file"),
+            ("data.train=~nobody-here/rows.jsonl", "data.train: there is no file"),
         ],
     )
     def test_mistakes_name_the_flag(self, tmp_path: Path, flag: str, said: str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 import socket
 from pathlib import Path
 
@@ -70,6 +71,17 @@ def test_a_folder_of_that_name_comes_first(cache: Path, tmp_path: Path):
     fill(cache)
     (tmp_path / ID).mkdir(parents=True)
     assert load(tmp_path, f"model: {{path: {ID}}}").model.path == str(tmp_path / ID)
+
+
+def test_a_user_without_a_home_gets_the_same_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("HOME", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)  # as `docker run --user 1234` has it
+    with pytest.raises(ConfigError, match=f"there is no folder .*{ID}.*cache/huggingface/hub has no complete"):
+        load(tmp_path, f"model: {{path: {ID}}}")
 
 
 @pytest.mark.parametrize("damage", ["nothing", "only the config", "a blob is missing", "another revision"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import pwd
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +22,14 @@ from starlette.testclient import TestClient
 from agentrl.errors import ConfigError
 from agentrl.run_folder.history import Lineage, add_history, write_lineage
 from agentrl.run_folder.records import EpisodeRecord, episodes_file, read_records
-from agentrl.run_folder.search_index import Query, open_index
+from agentrl.run_folder.search_index import Query, cache_folder, open_index
 from agentrl.run_folder.tags import write_tags
 from agentrl.run_folder.token_records import SKIPPED, TRAINED, TokenColumns, encode_tokens, tokens_file
 from agentrl.types import Image, Message, Segment
 from agentrl.view.bundle import static_text
 from agentrl.view.export import Extent, export
 from agentrl.view.library import Library
-from agentrl.view.preferences import Preferences
+from agentrl.view.preferences import Preferences, preferences_file
 from agentrl.view.redaction import redacted
 from agentrl.view.view_server import COOKIE, Events, create_view
 from tests.view.runs import PNG, episode, make_run, write_step
@@ -305,6 +307,18 @@ def test_an_index_that_is_damaged_between_two_searches_is_rebuilt(folder: Path, 
         assert index.problems() == []
         index.file.write_bytes(damage)
         assert [hit.episode for hit in index.search(Query()).hits] == [hit.episode for hit in there.hits]
+
+
+def test_a_user_without_a_home_has_an_index_among_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)  # as `docker run --user 1234` has it
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert cache_folder().parent == tmp_path
+    assert preferences_file() is None
 
 
 def places_in(folder: Path, file: Path, said: list[str]) -> Callable[..., list[int]]:

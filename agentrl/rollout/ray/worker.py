@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -260,7 +261,7 @@ def _env_file(config: RunConfig) -> Path | None:
     if scheme_of(config.sole_env.use):
         return None
     name = config.sole_env.use.rpartition(":")[0]
-    return Path(name).expanduser().absolute() if name.endswith(".py") or "/" in name else None
+    return Path(os.path.expanduser(name)).absolute() if name.endswith(".py") or "/" in name else None
 
 
 def _with_code(kit: WorkerSetup, name: str, config: RunConfig, folder: Path) -> RunConfig:
