@@ -64,9 +64,11 @@ def view(
 async def _serve(paths: list[Path], port: int, browse: bool) -> None:
     import asyncio
     import secrets
+    import sys
     import webbrowser
     from urllib.parse import urlsplit
 
+    from agentrl.errors import ConfigError
     from agentrl.serve.listen import running
     from agentrl.view.library import Library
     from agentrl.view.preferences import Preferences, preferences_file
@@ -81,5 +83,8 @@ async def _serve(paths: list[Path], port: int, browse: bool) -> None:
         print(f"{url}\nstop with Ctrl-C", flush=True)
         if browse:
             webbrowser.open(url)
-        await asyncio.to_thread(library.indexed)  # so that the first search need not wait
+        try:
+            await asyncio.to_thread(library.indexed)  # so that the first search need not wait
+        except ConfigError as e:  # all other pages work without the index
+            print(f"no search: {e}", file=sys.stderr)
         await asyncio.Event().wait()

@@ -147,6 +147,9 @@ class Index:
 
         Args:
             on_progress: called with that number now and then.
+
+        Raises:
+            ConfigError: the disk is full.
         """
         with self._lock:
             try:
@@ -154,6 +157,11 @@ class Index:
             except sqlite3.DatabaseError as e:
                 if isinstance(e, sqlite3.OperationalError) and "locked" in str(e):
                     return 0  # another viewer is indexing the same files
+                if "is full" in str(e):
+                    raise ConfigError(
+                        f"{self.file}: the search index cannot be written: {e}; free some space there, or set "
+                        "XDG_CACHE_HOME to another folder"
+                    ) from None
                 return self._rebuild(on_progress)
 
     def search(self, query: Query) -> Found:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import pwd
 import re
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -20,6 +25,7 @@ import zstandard
 from starlette.testclient import TestClient
 
 from agentrl.errors import ConfigError
+from agentrl.run_folder import search_index
 from agentrl.run_folder.history import Lineage, add_history, write_lineage
 from agentrl.run_folder.records import EpisodeRecord, episodes_file, read_records
 from agentrl.run_folder.search_index import Query, cache_folder, open_index
@@ -319,6 +325,31 @@ def test_a_user_without_a_home_has_an_index_among_temporary_files(tmp_path: Path
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert cache_folder().parent == tmp_path
     assert preferences_file() is None
+
+
+def test_pages_work_without_room_for_an_index(client: TestClient, monkeypatch: pytest.MonkeyPatch):
+    schema = f"pragma max_page_count = 2; {search_index._SCHEMA}"
+    monkeypatch.setattr(search_index, "_SCHEMA", schema)  # SQLite says the same of a full disk
+    refused = client.get("/api/search?q=zebra")
+    assert refused.status_code == 400
+    assert "index.sqlite: the search index cannot be written" in refused.json()["error"]["message"]
+    assert client.get("/api/runs/calc").status_code == 200
+
+
+def test_the_command_serves_without_a_folder_for_its_index(folder: Path, tmp_path: Path):
+    (tmp_path / f"agentrl-{os.getuid()}").touch()
+    env = {**os.environ, "XDG_CACHE_HOME": "/dev/null/cache", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "agentrl", "view", str(folder)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as view:
+        assert view.stdout is not None
+        assert view.stderr is not None
+        address, _, token = view.stdout.readline().strip().partition("/?token=")
+        assert view.stderr.readline().startswith("no search: no folder for the search index")
+        request = Request(f"{address}/api/runs", headers={"Authorization": f"Bearer {token}"})
+        with urlopen(request) as answer:
+            assert {row["id"] for row in json.load(answer)["runs"]} == {"calc", "other"}
+        view.send_signal(signal.SIGINT)
+        assert view.wait() == 0
 
 
 def places_in(folder: Path, file: Path, said: list[str]) -> Callable[..., list[int]]:
