@@ -1,6 +1,8 @@
 import enum
 import json
 import random
+import subprocess
+import sys
 import typing
 from collections import Counter
 from dataclasses import dataclass
@@ -365,3 +367,12 @@ def test_typed_dicts_of_the_standard_library_are_read_on_every_python():
     assert signature.validate(given) == given
     with pytest.raises(InvalidArguments, match=r"args.order.lines\[0\].sku: required"):
         signature.validate({"order": {"lines": [{"qty": 1}]}})
+
+
+def test_python_without_docstrings_is_refused():
+    """They are the system prompt and the descriptions of tools, which would silently be missing."""
+    program = "from agentrl.envs.calculator import Calculator; Calculator().system()"
+    command = [sys.executable, "-OO", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ConfigError: python -OO and PYTHONOPTIMIZE=2 remove the docstrings" in done.stderr

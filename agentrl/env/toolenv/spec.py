@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -183,6 +184,11 @@ def class_spec(cls: type) -> ClassSpec:
     Raises:
         ConfigError: a tool without type hints, a reward with unknown arguments, two tools with the same name, ...
     """
+    if sys.flags.optimize > 1:
+        raise ConfigError(
+            "python -OO and PYTHONOPTIMIZE=2 remove the docstrings, which are the system prompt and the "
+            "descriptions of tools: run Python without them"
+        )
     tools: dict[str, ToolSpec] = {}
     rewards: dict[str, RewardSpec] = {}
     check_methods(cls)
