@@ -43,7 +43,7 @@ from agentrl.rollout.prompts import fitting
 from agentrl.rollout.renderer import check_renderer, load_renderer, require_template
 from agentrl.rollout.task_tools import task_tools
 from agentrl.run_folder.checkpoints import MANIFEST
-from agentrl.run_folder.files import MAX_BYTES, read_bounded
+from agentrl.run_folder.files import MAX_BYTES, append, read_bounded
 from agentrl.run_folder.records import PARTIAL_FILE, EpisodeRecord, bounded_lines, decode, encode
 from agentrl.run_folder.store import CODE_FILE, RunStore
 from agentrl.run_folder.task_digests import TASKS_FILE, read_task_digests, task_digests
@@ -435,10 +435,7 @@ class _Progress:
     def keep(self, number: int, episodes: Sequence[Episode]) -> None:
         """A task is done; written before the next one is asked for."""
         records = [EpisodeRecord(self.step, number, episode) for episode in episodes]
-        with self._path.open("ab") as file:
-            file.write(b"".join(encode(record) + b"\n" for record in records))
-            file.flush()
-            os.fsync(file.fileno())
+        append(self._path, b"".join(encode(record) + b"\n" for record in records), sync=True)
         self.done[number] = records
 
     def lose(self, number: int, error: InfraError) -> None:

@@ -125,3 +125,16 @@ def write_atomic(path: Path, data: bytes | Iterable[bytes]) -> None:
     finally:
         temp.unlink(missing_ok=True)
     fsync_dir(path.parent)
+
+
+def append(path: Path, data: bytes, *, sync: bool = False) -> None:
+    """Add `data` to the end of a file; with `sync`, it survives a power cut."""
+    try:
+        with path.open("ab") as file:
+            file.write(data)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+    except OSError as e:
+        e.filename = e.filename or str(path)  # a full disk has none
+        raise

@@ -45,7 +45,7 @@ from agentrl.errors import CheckpointError, ConfigError
 from agentrl.reporting.report import Summary
 from agentrl.run_folder import checkpoints, earlier_configs
 from agentrl.run_folder.env_views import VIEWS
-from agentrl.run_folder.files import fsync_dir, read_bounded, write_atomic
+from agentrl.run_folder.files import append, fsync_dir, read_bounded, write_atomic
 from agentrl.run_folder.history import add_history
 from agentrl.run_folder.moved import INPUTS_FILE, changes_of_run, input_digests
 from agentrl.run_folder.own_start import with_own_start
@@ -266,8 +266,7 @@ class RunStore:
 
     def log_redraws(self, step: int, found: Redraws) -> None:
         """Append what a step lost to the infrastructure."""
-        with redraws_file(self.path).open("a", encoding="utf-8") as file:
-            file.write(redraws_line(step, found))
+        append(redraws_file(self.path), redraws_line(step, found).encode())
 
     def redraws(self) -> Redraws:
         """What all steps so far lost."""
@@ -366,8 +365,7 @@ class RunStore:
         if self._discarded:
             return
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        with (self.path / "events.log").open("a", encoding="utf-8") as file:
-            file.write(f"{now} {clean_text(' '.join(text.split()))}\n")
+        append(self.path / "events.log", f"{now} {clean_text(' '.join(text.split()))}\n".encode())
 
     def write_summary(self, summary: Summary) -> None:
         """Write summary.json."""

@@ -19,6 +19,7 @@ from agentrl.rollout.code_record import CodeRecord, code_changes, code_of, row_c
 from agentrl.rollout.content import Content
 from agentrl.run_folder.checkpoints import steps_saved
 from agentrl.run_folder.env_views import VIEWS, view_name
+from agentrl.run_folder.files import write_atomic
 from agentrl.run_folder.history import add_history
 from agentrl.run_folder.store import CODE_FILE, RunStore
 from agentrl.run_folder.task_digests import MOST_GENERATED, TASKS_FILE, read_task_digests, task_digests
@@ -142,7 +143,7 @@ def _keep(store: RunStore, code: CodeRecord, step: int) -> None:
     for name, text in code.texts.items():
         target = store.path / "code" / f"step-{step}" / name.strip("<>")
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+        write_atomic(target, text.encode("utf-8", "replace"))
 
 
 def _digests(content: Content, envs: Iterable[str]) -> bytes:

@@ -11,6 +11,7 @@ from agentrl.env.curriculum import TaskSampler
 from agentrl.env.mixture import MixedSampler, TaskSource
 from agentrl.errors import CheckpointError
 from agentrl.rollout.admission import Admission
+from agentrl.run_folder.files import write_atomic
 from agentrl.types import Task
 
 SAMPLER_FILE = "sampler.json"
@@ -57,7 +58,7 @@ def _sampler(config: RunConfig, tasks: Sequence[Task]) -> TaskSampler:
 def save_feed(admission: Admission, folder: Path) -> None:
     """Save the position in the tasks to a checkpoint folder. Groups in flight are replayed from it: no task is
     lost, and sampling uses the same seeds with the checkpoint's weights."""
-    (folder / SAMPLER_FILE).write_text(json.dumps(admission.state()))
+    write_atomic(folder / SAMPLER_FILE, json.dumps(admission.state()).encode())
 
 
 def load_feed(admission: Admission, folder: Path) -> list[str]:

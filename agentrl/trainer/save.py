@@ -17,7 +17,7 @@ from agentrl.errors import CheckpointError
 from agentrl.learner.learner import Learner
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.renderer import RENDERER_FILE
-from agentrl.run_folder.files import file_error
+from agentrl.run_folder.files import file_error, write_atomic
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer.algorithm import Algorithm
 from agentrl.trainer.feed import save_feed
@@ -53,7 +53,7 @@ class Checkpoints:
             folder = stack.enter_context(self.store.checkpoint(step, self.config.keep, best=self.config.best))
             copy_tokenizer(self.start, folder)
             save_feed(self.admission, folder)
-            (folder / RENDERER_FILE).write_text(json.dumps({"hash": self.renderer.hash}))
+            write_atomic(folder / RENDERER_FILE, json.dumps({"hash": self.renderer.hash}).encode())
             write = await self.learner.snapshot(self.algorithm.state_dict())
             rest = stack.pop_all()
 

@@ -28,6 +28,7 @@ from agentrl.run_folder import checkpoints
 from agentrl.run_folder.files import file_error, write_atomic
 from agentrl.run_folder.history import add_history, read_history
 from agentrl.run_folder.records import EpisodeRecord, read_episodes, read_records, recorded_steps
+from agentrl.run_folder.redraws import Redraws
 from agentrl.run_folder.store import RunStore, find_checkpoint
 from agentrl.types import (
     CallRecord,
@@ -550,6 +551,18 @@ def test_a_full_disk_is_an_error_with_a_place(tmp_path: Path, monkeypatch: pytes
         write_atomic(tmp_path / "episodes.jsonl", b"{}")
     assert caught.value.filename == str(tmp_path / "episodes.jsonl")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_line_that_does_not_fit_is_an_error_with_a_place(tmp_path: Path):
+    with RunStore.open(config(), tmp_path / "r") as store:
+        for name in ("events.log", "redrawn.jsonl"):
+            (store.path / name).unlink(missing_ok=True)
+            (store.path / name).symlink_to("/dev/full")
+        with pytest.raises(OSError, match=r"No space left on device: .*events\.log"):
+            store.event("something")
+        with pytest.raises(OSError, match=r"No space left on device: .*redrawn\.jsonl"):
+            store.log_redraws(1, Redraws())
 
 
 def test_metrics_that_do_not_fit_are_one_error_and_free_the_folder(tmp_path: Path):
