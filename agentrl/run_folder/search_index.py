@@ -29,7 +29,7 @@ from agentrl.run_folder.tags import read_tags
 
 T = TypeVar("T")
 
-VERSION = 4
+VERSION = 5
 REGEX_S = 5.0
 """How long a search by regular expression may take; some patterns would take years."""
 MAX_TEXT = 4_000_000
@@ -44,7 +44,7 @@ _UNIT, _RECORD = "\x1f", "\x1e"  # around a call, and between its tool and its o
 
 _SCHEMA = """
 create table if not exists files(
-    id integer primary key, run text, step integer, size integer, mtime integer, problem text, unique(run, step));
+    id integer primary key, run blob, step integer, size integer, mtime integer, problem text, unique(run, step));
 create table if not exists episodes(
     id integer primary key, file integer, step integer, episode text, task_group integer, task text, reward real,
     stop text, calls text, cut integer, body text);
@@ -210,11 +210,11 @@ class Index:
     def problems(self) -> list[str]:
         """The files that could not be read, with the reason."""
 
-        def read() -> list[tuple[str, str]]:
+        def read() -> list[tuple[bytes, str]]:
             with self._open() as db:
                 return db.execute("select run, problem from files where problem is not null").fetchall()
 
-        return [problem for run, problem in self._whole(read) if Path(run) in self.runs]
+        return [problem for run, problem in self._whole(read) if Path(os.fsdecode(run)) in self.runs]
 
     def _whole(self, read: Callable[[], T]) -> T:
         """What `read` returns, from a new index if this one is damaged."""
@@ -239,7 +239,7 @@ class Index:
                 known = {
                     step: (id, size, mtime)
                     for id, step, size, mtime in db.execute(
-                        "select id, step, size, mtime from files where run = ?", [str(run)]
+                        "select id, step, size, mtime from files where run = ?", [os.fsencode(run)]
                     )
                 }
                 there = recorded_steps(run)
@@ -275,7 +275,7 @@ class Index:
             runs = [run for run in runs if query.tag in read_tags(run)]
         # The plus keeps this from choosing the order in which episodes are read.
         parts = [f"+file in (select id from files where run in ({', '.join('?' * len(runs))}))"]
-        values: list[object] = [str(run) for run in runs]
+        values: list[object] = [os.fsencode(run) for run in runs]
         conditions: tuple[tuple[str, str, object], ...] = (
             ("stop", "=", query.stop),
             ("task", "=", query.task),
@@ -333,7 +333,7 @@ def _hit(db: sqlite3.Connection, id: int, query: Query) -> Hit:
     columns = "files.run, episodes.step, episode, task_group, task, reward, stop, body"
     sought = f"select {columns} from episodes join files on files.id = episodes.file where episodes.id = ?"
     run, *rest, body = db.execute(sought, [id]).fetchone()
-    return Hit(Path(run), *(*rest, _snippet(body, query)))
+    return Hit(Path(os.fsdecode(run)), *(*rest, _snippet(body, query)))
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
@@ -359,7 +359,7 @@ def _forget(db: sqlite3.Connection, file: int) -> None:
 
 def _add(db: sqlite3.Connection, run: Path, step: int, stat: os.stat_result) -> int:
     """Index one file; what is whole before a damaged place is kept."""
-    values = [str(run), step, stat.st_size, stat.st_mtime_ns]
+    values = [os.fsencode(run), step, stat.st_size, stat.st_mtime_ns]
     file = db.execute("insert or replace into files(run, step, size, mtime) values (?, ?, ?, ?)", values).lastrowid
     rows: list[tuple[object, ...]] = []
     done = size = 0

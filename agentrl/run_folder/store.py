@@ -118,12 +118,16 @@ class RunStore:
                 records other changes.
 
         Raises:
-            ConfigError: the folder holds another run, holds other things, cannot be written, or is held by another
-                process.
+            ConfigError: the folder holds another run, holds other things, cannot be written, is held by another
+                process, or has a name that is not UTF-8.
         """
         if path is None and not config.name:
             raise ConfigError("name is empty: give the run a `name`, or a run folder")
         path = (path or Path("runs") / config.name).absolute()
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:  # other libraries could not write its weights
+            raise ConfigError(f"{path}: the path of a run must be UTF-8; give another folder") from None
         _make_folder(path)
         _require_run_folder(path)
         lock, aside = lock_folder(path), None

@@ -553,6 +553,12 @@ def test_a_full_disk_is_an_error_with_a_place(tmp_path: Path, monkeypatch: pytes
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_path_that_is_not_utf8_is_refused_before_anything_is_made(tmp_path: Path):
+    with pytest.raises(ConfigError, match="must be UTF-8"):
+        RunStore.open(config(), tmp_path / os.fsdecode(b"lat-\xfc") / "r")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_line_that_does_not_fit_is_an_error_with_a_place(tmp_path: Path):
     with RunStore.open(config(), tmp_path / "r") as store:

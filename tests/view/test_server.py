@@ -327,6 +327,14 @@ def test_a_user_without_a_home_has_an_index_among_temporary_files(tmp_path: Path
     assert preferences_file() is None
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="names there are UTF-8")
+def test_a_folder_whose_name_is_not_utf8_is_searched(folder: Path, tmp_path: Path):
+    moved = folder.rename(folder.with_name(os.fsdecode(b"lat-\xfc")))
+    library = Library([moved], index=tmp_path / "index.sqlite")
+    assert library.search(Query(run=moved / "calc"))["hits"][0]["run"] == "calc"
+    assert library.indexed().problems() == []
+
+
 def test_pages_work_without_room_for_an_index(client: TestClient, monkeypatch: pytest.MonkeyPatch):
     schema = f"pragma max_page_count = 2; {search_index._SCHEMA}"
     monkeypatch.setattr(search_index, "_SCHEMA", schema)  # SQLite says the same of a full disk
