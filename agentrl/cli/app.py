@@ -116,6 +116,11 @@ def _place_error(error: Exception) -> str | None:
     from agentrl.run_folder.files import file_error
 
     error = file_error(error)
+    if isinstance(error, FileNotFoundError):
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            return "the current folder was deleted; change to another one and run the command again"
     if not isinstance(error, OSError) or error.errno not in PLACES:
         return None
     full = error.errno in FULL

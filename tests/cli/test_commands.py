@@ -723,3 +723,17 @@ def test_an_error_of_the_disk_is_one_line(error: Exception, said: str, monkeypat
     with pytest.raises(SystemExit):
         main([])
     assert capsys.readouterr().err.startswith(said)
+
+
+def test_a_deleted_current_folder_is_one_line(tmp_path: Path, monkeypatch, capsys):
+    (tmp_path / "tools.yaml").write_text("env: env.py:Env\nmodel: {tiny: {}}\n")
+    monkeypatch.chdir(tmp_path)  # where the test ends
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(SystemExit) as left:
+        main(["check", "../tools.yaml"])
+    os.chdir(tmp_path)
+    assert left.value.code == 1
+    assert capsys.readouterr().err.startswith("the current folder was deleted; change to another one")
