@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import typing
+from pathlib import Path
 
 import pytest
 
@@ -139,3 +140,44 @@ def test_help_is_quick():
     runs = [probe(code) for _ in range(3)]
     assert min(ratio for ratio, _ in runs) < QUICK
     assert not runs[0][1] & HEAVY
+
+
+WITHOUT_TRAIN = """
+import importlib.machinery, inspect, os, pydoc, sys
+
+MISSING = {"torch", "transformers", "tokenizers", "safetensors", "matplotlib", "huggingface_hub"}
+
+class NotThere(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name in MISSING else super().find_spec(name, path, target)
+
+sys.meta_path[:] = [NotThere if finder is importlib.machinery.PathFinder else finder for finder in sys.meta_path]
+
+from agentrl import *
+import agentrl
+
+pydoc.render_doc(agentrl)
+inspect.getmembers(agentrl)
+config = {"env": "agentrl.envs.calculator:Calculator", "model": {"tiny": {}}}
+for call in (
+    lambda: agentrl.train_blocking(config),
+    lambda: agentrl.start_run(agentrl.configure(config)),
+    lambda: agentrl.rollouts(config, 2),
+    lambda: agentrl.training_rows([], config),
+):
+    try:
+        call()
+    except ConfigError as e:
+        print(e)
+assert not os.path.exists("runs")
+"""
+
+
+def test_without_the_train_extra_every_name_is_there_and_a_call_names_the_extra(tmp_path: Path):
+    command = [sys.executable, "-c", WITHOUT_TRAIN]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    needs = "needs torch, which is not installed: pip install 'agentrl-train[train]'"
+    calls = ["training", "training", "agentrl.rollouts", "agentrl.training_rows"]
+    assert result.stdout.splitlines() == [f"{call} {needs}" for call in calls]

@@ -14,6 +14,7 @@ from agentrl.config.run import RunConfig
 from agentrl.env.curriculum import TaskSampler
 from agentrl.env.mixture import TaskSource
 from agentrl.errors import ConfigError, first_error
+from agentrl.extras import require
 from agentrl.models.tiny import make_tiny_model
 from agentrl.python.blocking import iterate
 from agentrl.python.configure import configure
@@ -29,7 +30,6 @@ from agentrl.rollout.task_tools import task_tools
 from agentrl.run_folder.store import find_checkpoint
 from agentrl.sandbox import using_pools
 from agentrl.scratch import ScratchFolder
-from agentrl.trainer.algorithm import Algorithm
 from agentrl.trainer.feed import make_admission
 from agentrl.types import Group, Sample
 
@@ -78,6 +78,7 @@ def rollouts(
         raise ConfigError(f"num_groups is {num_groups}: ask for at least one group")
     if split not in ("train", "held_out"):
         raise ConfigError(f"split is {split!r}: it is 'train' or 'held_out'")
+    require("train", "agentrl.rollouts")
     ready = configure(config).model_copy(update={"warmup": None})
     return Rollouts(ready, None if model is None else Path(model), split, num_groups)
 
@@ -92,6 +93,9 @@ def training_rows(groups: Sequence[Group], config: RunSettings | None = None) ->
     Raises:
         ConfigError: the advantages need log-probabilities or values of the learner, which a rollout does not have.
     """
+    require("train", "agentrl.training_rows")
+    from agentrl.trainer.algorithm import Algorithm
+
     ready = None if config is None else configure(config)
     algorithm = RunConfig.model_fields["algorithm"].get_default() if ready is None else ready.algorithm
     overlong = "train" if ready is None else ready.rollout.overlong

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError
+from agentrl.extras import require
 from agentrl.reporting.display import make_display
 from agentrl.reporting.report import Reporter, Summary
 from agentrl.run_folder.checkpoints import steps_saved
@@ -48,6 +49,7 @@ def start_run(
     Raises:
         ConfigError: the configuration, the env or the model is invalid, or the folder contains another run.
     """
+    require("train", "training")
     if run_dir is None and not config.name:
         config = config.model_copy(update={"name": _new_name(config)})
     with (
