@@ -6,7 +6,7 @@ The names below are imported when they are first used, so that `import agentrl` 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from agentrl.config.load import load_config as load_config
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from agentrl.types import ToolCall as ToolCall
     from agentrl.types import Turn as Turn
 
+    __version__: str
+
 _HOMES = {
     "agentrl.config.load": ("load_config",),
     "agentrl.config.run": ("RunConfig",),
@@ -71,17 +73,18 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = sorted(_HOME_OF)
 
+if not TYPE_CHECKING:  # type checkers would take every name for Any
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
+    def __getattr__(name: str) -> object:
+        if name == "__version__":
+            from importlib.metadata import version
 
-        return version("agentrl-train")
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
-    globals()[name] = value
-    return value
+            return version("agentrl-train")
+        if name not in _HOME_OF:
+            raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

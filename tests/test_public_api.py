@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import subprocess
@@ -57,6 +58,12 @@ def test_type_checkers_see_the_same_names():
         text = file.read()
     declared = {line.split(" as ")[1] for line in text.splitlines() if line.startswith("    from agentrl.")}
     assert declared == NAMES
+
+
+def test_type_checkers_report_a_name_that_is_not_there():
+    tree = ast.parse(Path(agentrl.__file__).read_text(encoding="utf-8"))
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert "__getattr__" not in functions, "under it, every name exists for them; hide it from TYPE_CHECKING"
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():
