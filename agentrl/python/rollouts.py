@@ -135,11 +135,14 @@ async def _play(asked: Rollouts) -> AsyncIterator[Group]:
         try:
             for _ in range(asked.num_groups):
                 getting = asyncio.create_task(queue.get())
-                await asyncio.wait({getting, playing}, return_when=asyncio.FIRST_COMPLETED)
-                if not getting.done() and playing.done() and queue.empty():
+                try:
+                    await asyncio.wait({getting, playing}, return_when=asyncio.FIRST_COMPLETED)
+                    if not getting.done() and playing.done() and queue.empty():
+                        playing.result()  # raises what ended it
+                    group = await getting
+                finally:
                     getting.cancel()
-                    playing.result()  # raises what ended it
-                yield await getting
+                yield group
         finally:
             playing.cancel()
             await asyncio.gather(playing, return_exceptions=True)

@@ -47,8 +47,7 @@ async def train(
     """
     stop = StopRequest()
     ready = configure(config)
-    folder = None if run_dir is None else Path(run_dir)
-    call = partial(start_run, run_dir=folder, fresh=fresh, accept_code=accept_code, again="the same call")
+    call = partial(start_run, run_dir=run_dir, fresh=fresh, accept_code=accept_code, again="the same call")
     run = asyncio.create_task(asyncio.to_thread(call, ready, console=console, stop=stop))
     try:
         while not run.done():
@@ -78,11 +77,11 @@ def train_blocking(
     """
     from agentrl.python.blocking import Worker, in_event_loop
 
-    ready, folder = configure(config), None if run_dir is None else Path(run_dir)
+    ready = configure(config)
     stop = StopRequest()
 
     def call() -> Summary:
-        made = partial(start_run, run_dir=folder, fresh=fresh, accept_code=accept_code, again="the same call")
+        made = partial(start_run, run_dir=run_dir, fresh=fresh, accept_code=accept_code, again="the same call")
         return made(ready, console=console, stop=stop)
 
     if not in_event_loop():

@@ -263,9 +263,9 @@ def read_records(run: Path, step: int) -> list[EpisodeRecord]:
     return list(iter_records(run, step))
 
 
-def read_episodes(run: Path, step: int) -> list[Episode]:
+def read_episodes(run: Path | str, step: int) -> list[Episode]:
     """All episodes of one step; see `iter_records`."""
-    return [record.episode for record in iter_records(run, step)]
+    return [record.episode for record in iter_records(Path(run), step)]
 
 
 def read_metrics(run: Path) -> Sequence[Mapping[str, float]]:

@@ -26,7 +26,7 @@ from agentrl.trainer.signals import StopRequest
 def start_run(
     config: RunConfig,
     *,
-    run_dir: Path | None = None,
+    run_dir: Path | str | None = None,
     fresh: bool = False,
     again: str = "the same command",
     console: Console | None = None,
@@ -54,7 +54,7 @@ def start_run(
         config = config.model_copy(update={"name": _new_name(config)})
     with (
         make_display(config.name, again=again, console=console) as display,
-        RunStore.open(config, run_dir, fresh=fresh) as store,
+        RunStore.open(config, None if run_dir is None else Path(run_dir), fresh=fresh) as store,
         _warnings_noted(display, store),
     ):
         if store.resumed:

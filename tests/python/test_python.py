@@ -337,6 +337,44 @@ def test_an_iteration_that_ends_early_stops_the_episodes():
 
 
 @pytest.mark.timeout(60)
+def test_an_iteration_that_is_canceled_leaves_no_task():
+    async def canceled() -> set[asyncio.Task[Any]]:
+        waits = asyncio.Event()
+
+        class Waiting(TextEnv):
+            """Say something."""
+
+            @classmethod
+            def tasks(cls, split: str, seed: int) -> list[Task]:
+                return [Task("t", {})]
+
+            def setup(self) -> str:
+                return "Say something."
+
+            def reply(self, text: str) -> None:
+                return None
+
+            @reward
+            async def endless(self) -> float:
+                waits.set()
+                return await asyncio.Future()
+
+        async def play() -> None:
+            async for _ in agentrl.rollouts(SMALL | {"env": Waiting, "data": {}}, 2):
+                pass
+
+        before = asyncio.all_tasks()
+        playing = asyncio.create_task(play())
+        await waits.wait()
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+        await asyncio.sleep(0)  # a cancellation takes effect in the next round of the loop
+        return asyncio.all_tasks() - before
+
+    assert asyncio.run(canceled()) == set()
+
+
+@pytest.mark.timeout(60)
 def test_rollouts_side_by_side_leave_each_other_their_sandboxes():
     first_ended = asyncio.Event()
 
@@ -383,6 +421,7 @@ def test_rollouts_side_by_side_leave_each_other_their_sandboxes():
 @pytest.mark.timeout(60)
 def test_rollouts_of_a_run_play_its_newest_checkpoint():
     summary = agentrl.train_blocking(SMALL | {"name": "trained"})
+    assert {len(agentrl.read_episodes(summary.run, step)) for step in (1, 2)} == {4}
     (group,) = agentrl.rollouts(SMALL, 1, model=summary.run, split="held_out")
     assert group.task.id.startswith("held_out") or "held" in group.task.id
     with pytest.raises(agentrl.AgentRLError, match="no such folder"):
@@ -413,6 +452,14 @@ class Broken(ToolEnv):
 def test_what_ends_the_episodes_is_raised_by_the_iteration():
     with pytest.raises(agentrl.AgentRLError, match="the service is down"):
         list(agentrl.rollouts(SMALL | {"env": Broken, "data": {}}, 2))
+
+
+@pytest.mark.timeout(60)
+def test_a_run_folder_may_be_text():
+    config = agentrl.configure(SMALL | {"name": "named", "steps": 1})
+    summary = agentrl.start_run(config, run_dir="mine")
+    assert summary.finished
+    assert Path(summary.run) == Path("mine").absolute()
 
 
 def test_mistakes_are_those_of_a_yaml_file():
