@@ -132,7 +132,13 @@ def open_index(runs: Sequence[Path], file: Path | None = None) -> Index:
     Args:
         file: the database; by default one in the cache for all runs.
     """
-    return Index(runs, file or cache_folder() / f"episodes-{VERSION}.sqlite")
+    if file is None:
+        folder = cache_folder()
+        file = folder / f"episodes-{VERSION}.sqlite"
+        for older in range(1, VERSION):  # nothing reads them any more, and they are large
+            for part in ("", "-wal", "-shm"):
+                (folder / f"episodes-{older}.sqlite{part}").unlink(missing_ok=True)
+    return Index(runs, file)
 
 
 class Index:

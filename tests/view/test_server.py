@@ -327,6 +327,16 @@ def test_a_user_without_a_home_has_an_index_among_temporary_files(tmp_path: Path
     assert preferences_file() is None
 
 
+def test_an_index_of_an_older_version_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    old, other = (cache_folder() / name for name in ("episodes-1.sqlite", "other.sqlite"))
+    for file in (old, other):
+        file.write_bytes(b"old")
+    index = open_index([])
+    index.refresh()
+    assert (old.exists(), other.exists(), index.file.exists()) == (False, True, True)
+
+
 @pytest.mark.skipif(sys.platform == "darwin", reason="names there are UTF-8")
 def test_a_folder_whose_name_is_not_utf8_is_searched(folder: Path, tmp_path: Path):
     moved = folder.rename(folder.with_name(os.fsdecode(b"lat-\xfc")))
