@@ -657,6 +657,24 @@ async def test_a_server_lost_during_an_update_gets_the_weights_later(model: Path
         assert a.version == "4"
 
 
+async def test_a_server_that_loads_weights_for_long_is_not_lost(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    async with servers(1) as (server,), engine_over(model, server, said=said) as engine:
+        load = server._post_update_weights_from_tensor
+
+        async def long(body: dict[str, Any]) -> tuple[int, object]:
+            before = server.log.count("/health")  # which it answers with 503 meanwhile
+            await until(lambda: server.log.count("/health") >= before + 4)
+            return await load(body)
+
+        monkeypatch.setattr(server, "_post_update_weights_from_tensor", long)
+        await engine.update_weights(weights(1), version=1)
+        assert said == []
+        assert (await engine.generate(PROMPT, Sampling(max_tokens=2))).versions == (1, 1)
+
+
 async def test_a_sleeping_engine_wakes_with_the_next_weights(model: Path) -> None:
     async with servers(1) as (server,), engine_over(model, server) as engine:
         await engine.sleep()

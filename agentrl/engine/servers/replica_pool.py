@@ -63,6 +63,8 @@ class Replica:
     server: InferenceServer | None = None
     ready: bool = False
     asleep: bool = False
+    loading: bool = False
+    """Whether an update of its weights is in progress."""
     running: int = 0
     limit: float = 0.0
     left: int = 0
@@ -415,9 +417,9 @@ class ReplicaPool:
                     await server.check(timeout_s=self._health_timeout_s)
                     failures = 0
                 except Exception as e:  # an EngineError, or what a broken answer raises: nobody else watches
-                    if (
-                        updates == replica.updates and not replica.asleep
-                    ):  # it samples nothing while loading weights
+                    # SGLang's check samples a token, which a server that loads weights cannot: it answers 503.
+                    busy = replica.loading and isinstance(e, ServerLost) and e.status is not None
+                    if updates == replica.updates and not replica.asleep and not busy:
                         failures += 1
                     if failures > 1:
                         self.lose(replica, str(e))

@@ -410,8 +410,12 @@ class ServedEngine(Engine):
         await self._each_asleep(lambda server: server.wake("weights"))
         replicas = {r.server: r for r in self._pool.ready if r.server is not None}
         for replica in replicas.values():
-            replica.updates += 1
-        failures = await self._sync.push(list(replicas), weights, version)
+            replica.updates, replica.loading = replica.updates + 1, True
+        try:
+            failures = await self._sync.push(list(replicas), weights, version)
+        finally:
+            for replica in replicas.values():
+                replica.loading = False
         refused = [error for error in failures.values() if isinstance(error, ServerRefused)]
         if refused and len(refused) == len(replicas):
             raise EngineError(f"the weights of version {version} were refused: {refused[0]}") from refused[0]
