@@ -192,6 +192,9 @@ class LoopbackServer:
         info = {"max_req_input_len": self.max_context, "enable_deterministic_inference": True}
         return 200, info | {"skip_tokenizer_init": not self.grammars}
 
+    async def _get_model_info(self, body: dict[str, object]) -> tuple[int, object]:
+        return 200, {"weight_version": self.version}
+
     async def _post_generate(self, body: dict[str, Any]) -> tuple[int, object]:
         ids, params = body["input_ids"], body["sampling_params"]
         if len(ids) >= self.max_context:
@@ -455,7 +458,14 @@ class LoopbackVLLM(LoopbackServer):
             return 500, {"error": {"message": f"Method {body['method']!r} is not implemented."}}
         if body["method"] == "agentrl_ready":
             return 200, {"results": ["True"]}
-        return await self._take_weights("/collective_rpc", body | {"weight_version": "?"})
+        return await self._take_weights("/collective_rpc", body | {"weight_version": self.version})
+
+    async def _get_weight_info(self, body: dict[str, object]) -> tuple[int, object]:
+        return 200, {"weight_version": self.version}
+
+    async def _post_update_weight_version(self, body: dict[str, Any]) -> tuple[int, object]:
+        self.version = str(body["new_version"])
+        return 200, {"success": True, "new_version": self.version}
 
     async def _post_sleep(self, body: dict[str, object]) -> tuple[int, object]:
         self.asleep = {"weights", "kv_cache"}

@@ -26,7 +26,7 @@ class PolicyServer(LoopbackServer):
         self.engine: LocalEngine | None = None
 
     async def _take_weights(self, path: str, body: dict[str, Any]) -> tuple[int, object]:
-        folder, version = Path(body["model_path"]), int(body["weight_version"])
+        folder, version = Path(body["model_path"]), int(body["weight_version"].partition("@")[0])
         if self.engine is None:
             self.engine = await asyncio.to_thread(LocalEngine.from_directory, folder)
         await self.engine.update_weights(load_file(folder / "model.safetensors"), version)
@@ -55,7 +55,7 @@ class PolicyServer(LoopbackServer):
             "finish_reason": {"type": drawn.finish},
             "prompt_tokens": len(ids),
             "completion_tokens": count,
-            "weight_versions": [{"version": str(drawn.versions[-1]), "start": 0, "end": count}],
+            "weight_versions": [{"version": self.version, "start": 0, "end": count}],
             "output_token_logprobs": [[v, id, None] for v, id in zip(drawn.logprobs, drawn.ids, strict=True)],
         }
         return 200, {"output_ids": list(drawn.ids), "meta_info": meta}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,25 @@ async def test_a_server_that_was_started_again_gets_the_weights(model: Path, lab
         completion = await engine.generate(PROMPT, Sampling(max_tokens=4))
         assert completion.versions == (3,) * 4
         assert len(server.weights) > taken
+
+
+@pytest.mark.parametrize("act", ["generate", "stream", "score", "check", "update"])
+async def test_a_run_ends_where_another_one_has_sent_its_weights(model: Path, act: str) -> None:
+    """Both count their versions from 0."""
+    async with servers(1) as (server,), engine_over(model, server) as first, engine_over(model, server) as second:
+        sampling, taken = Sampling(max_tokens=4), len(server.weights)
+        acts: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+            "generate": lambda: first.generate(PROMPT, sampling),
+            "stream": lambda: first.generate_streaming(PROMPT, sampling, GenerateOptions()),
+            "score": lambda: first.prompt_logprobs(PROMPT),
+            "check": lambda: first.logprobs_by_server([PROMPT]),
+            "update": lambda: first.update_weights(weights(2), 1),
+        }
+        for each in (act, *acts):  # each ends all later ones
+            with pytest.raises(EngineError, match="another run has sent its weights to this server"):
+                await acts[each]()
+        assert len(server.weights) == taken
+        assert (await second.generate(PROMPT, sampling)).versions == (0,) * 4
 
 
 async def test_a_server_that_never_has_the_weights_it_was_sent_is_given_up(model: Path) -> None:
@@ -165,7 +184,7 @@ def event(ids: list[Any], names: list[Any] | None = None, **meta: Any) -> dict[s
 )
 def test_a_stream_reports_only_what_it_can_stand_by(events: list[dict[str, Any]]) -> None:
     told: list[TokenLogprob] = []
-    stream = SGLangStream("here", None, Listener(told.extend, 0))
+    stream = SGLangStream("here", lambda label: 0, Listener(told.extend, 0))
     for one in events[:-1]:
         stream.take(one)
     with pytest.raises(EngineError, match="not a completion"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -289,6 +289,33 @@ async def test_a_server_that_was_restarted_in_a_silence_gets_the_weights_again(
         assert {one.version for one in await engine.prompt_logprobs(PROMPT)} == {2}
         assert len(server.weights) == 1
         await engine.close()
+
+
+@pytest.mark.parametrize("act", ["generate", "score", "check", "update"])
+async def test_a_run_ends_where_another_one_has_sent_its_weights(model: Path, act: str) -> None:
+    async with LoopbackVLLM() as server, opened(model, server) as first, opened(model, server) as second:
+        sampling, taken = Sampling(max_tokens=4), len(server.weights)
+        acts: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+            "generate": lambda: first.generate(PROMPT, sampling),
+            "score": lambda: first.prompt_logprobs(PROMPT),
+            "check": lambda: first.logprobs_by_server([PROMPT]),
+            "update": lambda: first.update_weights({"a": torch.ones(2)}, 1),
+        }
+        for each in (act, *acts):
+            with pytest.raises(EngineError, match="another run has sent its weights to this server"):
+                await acts[each]()
+        assert len(server.weights) == taken
+        assert (await second.generate(PROMPT, sampling)).versions == (0,) * 4
+
+
+async def test_a_completion_that_another_run_cuts_is_not_continued_with_its_weights(model: Path) -> None:
+    async with LoopbackVLLM(token_s=0.01) as server, opened(model, server) as first:
+        sampling = asyncio.create_task(first.generate(PROMPT, Sampling(max_tokens=200)))
+        while not server.running:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        async with opened(model, server):
+            with pytest.raises(EngineError, match="another run has sent its weights to this server"):
+                await sampling
 
 
 async def test_a_server_that_does_not_say_when_it_started_is_used_all_the_same(

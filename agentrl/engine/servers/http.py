@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from typing import Any
 
@@ -39,6 +40,59 @@ class ServerLost(EngineError):
 
 class ServerRestarted(ServerLost):
     """The server answers, but not with the weights that it was sent: it has been started again in the meantime."""
+
+
+class ServerTaken(EngineError):
+    """Another run has sent its weights to the server."""
+
+
+UNNAMED = "default"
+"""How servers name weights that they were given no name for."""
+
+
+class WeightLabels:
+    """How weights are named on a server, so that those of another run are told from ours.
+
+    Any program can send weights to a server, and counts its versions in the same way.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Name weights for one connection to the server at this address."""
+        self._url, self._own = url, uuid.uuid4().hex[:12]
+
+    def name(self, version: int) -> str:
+        """The name of this version."""
+        return f"{version}@{self._own}"
+
+    def refuse_others(self, label: object) -> None:
+        """Raise ServerTaken if the label names weights of another run."""
+        number, found, own = str(label).partition("@")
+        if found and own != self._own:
+            raise ServerTaken(
+                f"{self._url}: another run has sent its weights to this server (version {number} there): give "
+                "each run, `agentrl eval` and `agentrl serve` servers of its own in engine.server.urls"
+            )
+
+    def version(self, label: object, *, sent: bool) -> int:
+        """The version that a label names; without our mark it is the server's own.
+
+        Args:
+            sent: it has been sent weights, and has no others unless it was started again.
+
+        Raises:
+            ServerTaken: see `refuse_others`.
+            ServerRestarted: it has been started again.
+            ValueError: it is not a label.
+        """
+        self.refuse_others(label)
+        number, found, _ = str(label).partition("@")
+        if number != UNNAMED:
+            version = int(number)
+            if found or not sent:
+                return version
+        raise ServerRestarted(
+            f"{self._url}: answers with weights that have no version of this run ({label!s:.40})"
+        )
 
 
 class ServerRefused(EngineError):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from agentrl.engine.servers.client import InferenceServer, ServerAnswer
-from agentrl.engine.servers.http import ServerLost, ServerRestarted
+from agentrl.engine.servers.http import ServerLost, ServerRestarted, ServerTaken
 from agentrl.errors import EngineError, first_error
 
 ATTEMPTS = 6
@@ -208,6 +208,9 @@ class ReplicaPool:
                     replica.tokens += len(answer.ids)
                     replica.answer_s += time.monotonic() - sent
                 return answer
+            except ServerTaken as e:
+                self.fail(e)
+                raise
             except ServerLost as e:
                 last = e
                 await self._suspect(replica, server, e)
@@ -238,6 +241,9 @@ class ReplicaPool:
         for attempt in range(ATTEMPTS):
             try:
                 return await _guarded(replica, ask(server))
+            except ServerTaken as e:
+                self.fail(e)
+                raise
             except ServerLost as e:
                 last = e
                 await self._suspect(replica, server, e)
@@ -276,6 +282,7 @@ class ReplicaPool:
 
     async def any_ready(self) -> None:
         """Return when a server can answer. Raises EngineError if none ever will."""
+        self._refuse_broken()
         if not self.ready:
             replica = await self._take(None)
             replica.end()
@@ -283,7 +290,7 @@ class ReplicaPool:
 
     async def close(self) -> None:
         """Stop everything, failing all waiting callers. Idempotent."""
-        self._fail(EngineError("the engine is closed"))
+        self.fail(EngineError("the engine is closed"))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -299,8 +306,7 @@ class ReplicaPool:
 
     async def _take(self, session: str | None) -> Replica:
         """Wait for a server with room, preferring the session's own. It counts as running from now on."""
-        if self._broken is not None:
-            raise EngineError(str(self._broken)) from self._broken
+        self._refuse_broken()
         if not self._waiting and (replica := self._pick(session)) is not None:
             return replica
         place: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
@@ -312,6 +318,10 @@ class ReplicaPool:
                 place.result().end()  # granted, but the caller is gone
                 self._serve_waiting()
             raise
+
+    def _refuse_broken(self) -> None:
+        if self._broken is not None:
+            raise EngineError(str(self._broken)) from self._broken
 
     def _pick(self, session: str | None) -> Replica | None:
         home = self._homes.get(session) if session is not None else None
@@ -337,7 +347,8 @@ class ReplicaPool:
             self._waiting.popleft()
             place.set_result(replica)
 
-    def _fail(self, error: EngineError) -> None:
+    def fail(self, error: EngineError) -> None:
+        """End all requests, also later ones, with this error."""
         self._broken = self._broken or error
         while self._waiting:
             place, _ = self._waiting.popleft()
@@ -398,7 +409,7 @@ class ReplicaPool:
             return
         await self._stop(replica)
         if not any(r.ready or r.left > 0 for r in self.replicas):
-            self._fail(EngineError(f"no server is left: {replica.host.name} could not be started again: {reason}"))
+            self.fail(EngineError(f"no server is left: {replica.host.name} could not be started again: {reason}"))
 
     async def _watch(self, replica: Replica, server: InferenceServer) -> None:
         """Watch for a server that has ended or no longer responds."""

@@ -25,7 +25,7 @@ from agentrl.engine.base import (
 )
 from agentrl.engine.checks import ROUNDING, check_prompt, check_sampling
 from agentrl.engine.servers.client import InferenceServer, Listener, ServerAnswer
-from agentrl.engine.servers.http import ServerRefused, ServerRestarted
+from agentrl.engine.servers.http import ServerRefused, ServerRestarted, ServerTaken
 from agentrl.engine.servers.replica_pool import LOST, Host, Replica, ReplicaPool
 from agentrl.engine.servers.weight_sync import AdapterSync, WeightSync, distinct, vocabulary_of
 from agentrl.errors import EngineError
@@ -416,6 +416,10 @@ class ServedEngine(Engine):
         finally:
             for replica in replicas.values():
                 replica.loading = False
+        for error in failures.values():
+            if isinstance(error, ServerTaken):
+                self._pool.fail(error)
+                raise error
         refused = [error for error in failures.values() if isinstance(error, ServerRefused)]
         if refused and len(refused) == len(replicas):
             raise EngineError(f"the weights of version {version} were refused: {refused[0]}") from refused[0]

@@ -15,6 +15,7 @@ import re
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,18 +33,15 @@ from agentrl.engine.servers.client import (
     ServerAnswer,
     ServerKind,
 )
-from agentrl.engine.servers.http import HttpServer, ServerRefused, ServerRestarted
+from agentrl.engine.servers.http import HttpServer, ServerRefused, ServerRestarted, WeightLabels
 from agentrl.engine.servers.inside import LOADER, LOADER_FOLDER
-from agentrl.engine.servers.streams import SGLangStream, best_of
+from agentrl.engine.servers.streams import ReadVersion, SGLangStream, best_of
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-UNNAMED = "default"
-"""SGLang's version of weights for which it was given none."""
-_UNVERSIONED = "answers with weights that have no version"
 ADAPTED = {
     *("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "qkvr", "wo_ud", "q_a_proj", "q_b_proj", "kv_b_proj"),
     *("kv_a_proj_with_mqa", "wq_b", "wk", "weights_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj"),
@@ -92,6 +90,7 @@ class SGLangServer:
         self._adapters = AdapterStand() if adapters else None
         self._changes = changes
         self._sent = False
+        self._labels = WeightLabels(self._http.url)
 
     @property
     def url(self) -> str:
@@ -135,16 +134,27 @@ class SGLangServer:
             "rid": request,
         }
         if self._adapters is None:
-            return _read_answer(await self._generate(body, listener, None), self.url)
+            read: ReadVersion = partial(self._labels.version, sent=self._sent)
+            return _read_answer(await self._generate(body, listener, read), self.url, read)
         with self._adapters.use(request) as adapter, _restarted_without(adapter):
-            answer = await self._generate(body | _named(adapter), listener, adapter.version)
-        return _read_answer(answer, self.url, adapter.version)
+            read = self._reader(adapter)
+            answer = await self._generate(body | _named(adapter), listener, read)
+        return _read_answer(answer, self.url, read)
 
-    async def _generate(self, body: dict[str, Any], listener: Listener | None, version: int | None) -> Any:
+    def _reader(self, adapter: Adapter) -> ReadVersion:
+        """The version of an adapter that samples, whatever the label of the model below it is."""
+
+        def read(label: object) -> int:
+            self._labels.refuse_others(label)
+            return adapter.version
+
+        return read
+
+    async def _generate(self, body: dict[str, Any], listener: Listener | None, read: ReadVersion) -> Any:
         """Return the whole answer, reporting it incrementally if there is a listener."""
         if listener is None:
             return await self._http.post("/generate", body)
-        stream = SGLangStream(f"{self.url}/generate", version, listener)
+        stream = SGLangStream(f"{self.url}/generate", read, listener)
         body |= {"stream": True} | ({"top_logprobs_num": listener.top} if listener.top else {})
         async with contextlib.aclosing(self._http.events("/generate", body)) as events:
             async for event in events:
@@ -171,8 +181,10 @@ class SGLangServer:
             with self._adapters.use(uuid.uuid4().hex) as adapter, _restarted_without(adapter):
                 answer = await self._http.post("/generate", body | _named(adapter))
         try:
-            if sent and answer["meta_info"].get("weight_version") == UNNAMED:
-                raise ServerRestarted(f"{self.url}/generate: {_UNVERSIONED}")
+            if (label := answer["meta_info"].get("weight_version")) is not None:
+                if sent:
+                    self._labels.version(label, sent=True)
+                self._labels.refuse_others(label)
             entries = answer["meta_info"]["input_token_logprobs"]
             tops = answer["meta_info"]["input_top_logprobs"] if top else ()
             found = [Scored(float(entries[n][0]), best_of(tops, n, top)) for n in range(1, len(entries))]
@@ -197,6 +209,10 @@ class SGLangServer:
         Requests must be retracted before the cache can be flushed; a cache that survived would mix keys of the old
         weights with queries of the new ones.
         """
+        if self._sent:
+            with contextlib.suppress(ServerRefused):  # earlier versions have no such call
+                info = await self._http.get("/model_info", timeout_s=30.0)
+                self._labels.refuse_others(info.get("weight_version") if isinstance(info, Mapping) else None)
         await self._control("/pause_generation", {"mode": "retract"})
         session = by_tensor and await self._begin()
         try:
@@ -227,7 +243,7 @@ class SGLangServer:
         self._sent = True
         await self._control(
             "/update_weights_from_disk",
-            {"model_path": str(folder), "weight_version": str(version), "flush_cache": False},
+            {"model_path": str(folder), "weight_version": self._labels.name(version), "flush_cache": False},
         )
 
     async def load_adapter(self, folder: Path, version: int) -> None:
@@ -259,7 +275,7 @@ class SGLangServer:
             "/update_weights_from_tensor",
             {
                 "serialized_named_tensors": [payload] * self._tensor_parallel,
-                "weight_version": str(version),
+                "weight_version": self._labels.name(version),
                 "flush_cache": False,
                 **how,
             },
@@ -289,7 +305,7 @@ class SGLangServer:
                 "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
                 "shapes": [list(tensor.shape) for tensor in tensors.values()],
                 "group_name": group,
-                "weight_version": str(version),
+                "weight_version": self._labels.name(version),
                 "flush_cache": False,
             },
         )
@@ -353,13 +369,8 @@ def _sampling_params(sampling: Sampling) -> dict[str, Any]:
     return params
 
 
-def _read_answer(answer: Any, url: str, version: int | None = None) -> ServerAnswer:
-    """Check everything that training relies on, so that no error becomes a gradient.
-
-    Args:
-        version: of the adapter that sampled all tokens; without it the answer says which weights sampled which
-            token.
-    """
+def _read_answer(answer: Any, url: str, read: ReadVersion) -> ServerAnswer:
+    """Check everything that training relies on, so that no error becomes a gradient."""
     where = f"{url}/generate"
     try:
         ids = tuple(index(token) for token in answer["output_ids"])
@@ -369,8 +380,6 @@ def _read_answer(answer: Any, url: str, version: int | None = None) -> ServerAns
         named = tuple(index(entry[1]) for entry in entries)
         kind = meta["finish_reason"]["type"]
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(ids)}]
-        if version is not None:
-            spans = [{"version": version, "start": 0, "end": len(ids)}]
         cached, retractions = int(meta.get("cached_tokens") or 0), int(meta.get("num_retractions") or 0)
     except (TypeError, KeyError, IndexError, ValueError, AttributeError, OverflowError) as e:
         raise EngineError(f"{where}: the answer is not a completion ({e!r}): {str(answer)[:300]}") from e
@@ -382,22 +391,19 @@ def _read_answer(answer: Any, url: str, version: int | None = None) -> ServerAns
         )
     if not all(map(math.isfinite, logprobs)):
         raise EngineError(f"{where}: a log-probability is not finite: the weights or the cache are damaged")
-    return ServerAnswer(ids, logprobs, _versions(spans, len(ids), where), kind, cached, retractions)
+    return ServerAnswer(ids, logprobs, _versions(spans, len(ids), where, read), kind, cached, retractions)
 
 
-def _versions(spans: Any, count: int, where: str) -> tuple[int, ...]:
+def _versions(spans: Any, count: int, where: str, read: ReadVersion) -> tuple[int, ...]:
     """Return the version of each token, from spans that must cover all of them in order."""
     versions: list[int] = []
     try:
         for span in spans:
-            version, start, end = int(span["version"]), int(span["start"]), int(span["end"])
+            version, start, end = read(span["version"]), int(span["start"]), int(span["end"])
             if start != len(versions) or end < start:
                 raise ValueError(f"the span [{start}, {end}) does not follow token {len(versions)}")
             versions += [version] * (end - start)
     except (TypeError, KeyError, ValueError, OverflowError) as e:
-        listed = spans if isinstance(spans, list) else []
-        if any(isinstance(span, Mapping) and span.get("version") == UNNAMED for span in listed):
-            raise ServerRestarted(f"{where}: {_UNVERSIONED}") from e
         raise EngineError(f"{where}: versions of the weights {spans!r:.200} cannot be read: {e}") from e
     if len(versions) != count:
         raise EngineError(f"{where}: versions of {len(versions)} tokens for {count} that were sampled")

@@ -9,7 +9,7 @@ Source: SGLang 0.5.23, `managers/tokenizer_manager.py`; vLLM 0.33.0, `entrypoint
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from typing import Any
 
@@ -18,6 +18,8 @@ from agentrl.engine.servers.client import Listener
 from agentrl.engine.servers.http import ServerLost, ServerRefused
 from agentrl.errors import EngineError
 
+ReadVersion = Callable[[object], int]
+"""The version of the policy that a server's label of its weights means."""
 _TOKEN = "token_id:"
 """vLLM's format for a token reported by its id."""
 
@@ -25,9 +27,9 @@ _TOKEN = "token_id:"
 class SGLangStream:
     """The events of one streamed `/generate`."""
 
-    def __init__(self, where: str, version: int | None, listener: Listener) -> None:
-        """`version` identifies the sampling adapter; if it is None, each event names its own weights."""
-        self._where, self._version, self._listener = where, version, listener
+    def __init__(self, where: str, read: ReadVersion, listener: Listener) -> None:
+        """`read` gives the version for the label of weights in each event."""
+        self._where, self._read, self._listener = where, read, listener
         self._ids: list[int] = []
         self._logprobs: list[Any] = []
         self._last: Mapping[str, Any] = {}
@@ -54,7 +56,7 @@ class SGLangStream:
                 if ids[:done] != self._ids:
                     raise ValueError("tokens that were already reported have changed")
                 ids, logprobs, tops = ids[done:], logprobs[done:], tops[done:]
-            version = int(meta["weight_version"]) if self._version is None else self._version
+            version = self._read(meta["weight_version"])
             drawn = [
                 TokenLogprob(
                     token, _finite(entry[0], self._where), version, best_of(tops, place, self._listener.top)

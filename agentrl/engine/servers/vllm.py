@@ -39,7 +39,7 @@ from agentrl.engine.servers.client import (
     ServerAnswer,
     ServerKind,
 )
-from agentrl.engine.servers.http import HttpServer, ServerLost, ServerRefused, ServerRestarted
+from agentrl.engine.servers.http import HttpServer, ServerLost, ServerRefused, ServerRestarted, WeightLabels
 from agentrl.engine.servers.inside import LOADER_FOLDER, WORKER
 from agentrl.engine.servers.streams import VLLMStream
 from agentrl.errors import ConfigError, EngineError
@@ -74,7 +74,8 @@ class VLLMServer:
     running requests with their tokens so far, and the engine requests the rest with the new weights. A request
     that reached the server after it was paused would be sampled with the new weights; it is cut off before the
     server continues, and requested again. A server that was started again has other weights: it is recognized by
-    the start time of its process, which it is asked for after a silence.
+    the start time of its process, which it is asked for after a silence. vLLM keeps a name for its weights, which
+    every update changes: after each answer, it shows whether another run has sent weights.
     """
 
     def __init__(
@@ -94,6 +95,9 @@ class VLLMServer:
         self._in_flight: set[anyio.CancelScope] = set()
         self._idle = asyncio.Event()
         self._started: str | None = None
+        self._labels = WeightLabels(self._http.url)
+        self._sent = sync == "lora"
+        """Whether weights of another run would show: the model below adapters is never sent any."""
         self._heard = -math.inf
         self._recognizing = asyncio.Lock()
 
@@ -191,6 +195,7 @@ class VLLMServer:
     async def updating(self, *, by_tensor: bool) -> AsyncIterator[None]:
         """End running requests, hold back new ones, flush the cache, let weights be loaded, continue."""
         await self._recognize()
+        await self._refuse_others()
         self._go.clear()
         await self._control("/pause?mode=abort&clear_cache=true")
         paused = time.monotonic()
@@ -198,6 +203,9 @@ class VLLMServer:
         yield
         if self._collected:
             await self._rpc("agentrl_load", keep="yes" if self._sync == "delta" else "no")
+        with contextlib.suppress(ServerRefused):  # earlier versions keep no name for weights
+            await self._control("/update_weight_version", {"new_version": self._labels.name(self._version)})
+            self._sent = True
         await self._cut_the_late(paused)
         await self._control("/resume")
         self._go.set()
@@ -312,6 +320,7 @@ class VLLMServer:
                 version = adapter.version
                 answer = await self._answer({"model": adapter.name or self._model, **body}, listener, version)
         self._heard = time.monotonic()
+        await self._refuse_others()
         try:
             return answer["choices"][0], answer.get("usage") or {}, version
         except (TypeError, KeyError, IndexError, AttributeError) as e:
@@ -349,6 +358,20 @@ class VLLMServer:
                 raise ServerRestarted(f"{self.url} has been started again, without the weights that it was sent")
             self._started = found[1] if found is not None else self._started
             self._heard = time.monotonic()
+
+    async def _refuse_others(self) -> None:
+        """Raise ServerTaken if another run has sent weights since ours."""
+        if not self._sent:
+            return
+        try:
+            info = await self._http.get("/weight_info", timeout_s=30.0)
+        except ServerRefused:
+            self._sent = False  # it keeps no name for them, or is behind something that does not pass it on
+        except ServerLost as e:
+            if e.status is None:
+                raise
+        else:
+            self._labels.refuse_others(info.get("weight_version") if isinstance(info, Mapping) else None)
 
     async def _has_calls(self) -> bool:
         """Return whether the server was started with our calls of its workers.
