@@ -433,6 +433,18 @@ def test_a_server_scores_at_temperature_one():
         settings(given, rollout={"temperature": 0.7})
 
 
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9/v1", "http://localhost:9/v1/"])
+def test_a_teacher_is_no_server_that_gets_the_weights_of_the_policy(address: str):
+    given = {"url": address, "model": "t"}
+    server: dict[str, Any] = {"urls": ["http://127.0.0.1:8", "http://127.0.0.1:9"]}
+    with pytest.raises(ValueError, match=r"teacher\.url http://.*:9/v1/? is a server of engine\.server\.urls"):
+        settings(given, engine={"kind": "vllm", "device": "cpu", "server": server})
+    adapters = {"kind": "vllm", "device": "cpu", "sync": "lora", "server": server}
+    assert settings(given, engine=adapters, learner={"device": "cpu", "lora": {"rank": 2}}).teacher is not None
+    other: dict[str, Any] = {"urls": ["http://127.0.0.1:8"]}
+    assert settings(given, engine={"kind": "vllm", "device": "cpu", "server": other}).teacher is not None
+
+
 def test_a_teacher_that_reads_other_tokens_is_refused(teacher: Path, tmp_path: Path):
     policy = tmp_path / "policy"
     make_tiny_model(policy, ["quite different text"] * 9, TinyModel(**TINY, vocab=330))
