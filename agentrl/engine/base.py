@@ -183,13 +183,13 @@ class Engine(ABC):
         """
         raise self._cannot("score given tokens")
 
-    async def logprobs_by_server(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """Return, per server, the logprob (temperature 1) of each token of each row but the first.
+    async def logprobs_by_server(self, rows: Sequence[Sequence[int]]) -> Mapping[str, list[list[float]]]:
+        """Return, by the name of each server, the logprob (temperature 1) of each token of each row but the first.
 
         Raises:
             EngineError: the engine is lost, or `capabilities.prompt_logprobs` is False.
         """
-        return [[[token.logprob for token in await self.prompt_logprobs(row)] for row in rows]]
+        return {"the engine": [[token.logprob for token in await self.prompt_logprobs(row)] for row in rows]}
 
     async def sleep(self) -> None:
         """Free GPU memory until the next `update_weights`; requests wait until then.

@@ -49,12 +49,12 @@ class WeightCheck:
         """
         wanted = [value for row in await self._learner(list(map(_sample, self._rows))) for value in row]
         worst = 0.0
-        for number, rows in enumerate(await self._engine.logprobs_by_server(self._rows)):
+        for name, rows in (await self._engine.logprobs_by_server(self._rows)).items():
             found = [value for row in rows for value in row]
             gap = sum(abs(a - b) for a, b in zip(found, wanted, strict=True)) / len(wanted)
             if not gap <= self._tolerance:
                 raise AgentRLError(
-                    f"weights of version {version}: server {number} and the learner differ by {gap:.3g} per token "
+                    f"weights of version {version}: {name} and the learner differ by {gap:.3g} per token "
                     f"on fixed tokens, above engine.sync_tolerance ({self._tolerance:g}): the weights did not "
                     "arrive, or the server computes something else (engine.dtype, quantisation, attention)"
                 )

@@ -691,7 +691,7 @@ async def test_a_sleeping_engine_wakes_with_the_next_weights(model: Path) -> Non
 async def test_logprobs_of_given_tokens_by_server(model: Path) -> None:
     async with servers(2) as (a, b), engine_over(model, a, b) as engine:
         found = await engine.logprobs_by_server([[1, 2, 3], [9, 9]])
-        assert found == [[[-1.02, -1.03], [-1.09]]] * 2
+        assert found == {each.url: [[-1.02, -1.03], [-1.09]] for each in (a, b)}
 
 
 async def test_a_server_that_dies_before_its_weights_are_checked_costs_a_delay_and_nothing_else(
@@ -700,13 +700,13 @@ async def test_a_server_that_dies_before_its_weights_are_checked_costs_a_delay_a
     async with servers(2) as (a, b), engine_over(model, a, b, health_every_s=60.0) as engine:
         await engine.update_weights(weights(1), version=3)
         await a.die()
-        assert await engine.logprobs_by_server([[1, 2, 3]]) == [[[-1.02, -1.03]]], "the other one's"
+        assert await engine.logprobs_by_server([[1, 2, 3]]) == {b.url: [[-1.02, -1.03]]}, "the other one's"
         await b.die()
         b.weights.clear()
         asking = asyncio.create_task(engine.logprobs_by_server([[1, 2, 3]]))
         await until(lambda: not engine.ready)
         await b.start()
-        assert await asking == [[[-1.02, -1.03]]]
+        assert await asking == {b.url: [[-1.02, -1.03]]}
         assert b.weights, "it was scored without the weights that it was to have"
 
 
@@ -753,7 +753,7 @@ async def test_the_last_id_of_the_vocabulary_is_scored_though_sglang_names_it_0(
     async with servers(1) as (server,), engine_over(model, server) as engine:
         last = server.vocabulary - 1
         found = await engine.logprobs_by_server([[1, last, 0, 3]])
-        assert found == [[[-1.0 - last / 100, -1.0, -1.03]]]
+        assert found == {server.url: [[-1.0 - last / 100, -1.0, -1.03]]}
         server.vocabulary = 3  # now 2 is called 0, though 5 is the last
         with pytest.raises(EngineError, match="log-probabilities of 3 tokens"):
             await engine.logprobs_by_server([[1, 2, 5]])

@@ -62,7 +62,7 @@ async def test_tokens_stop_ids_and_context(model: Path) -> None:
         stop = expected(PROMPT, 2)[-1]
         assert (await engine.generate(PROMPT, Sampling(stop_ids=frozenset([stop])))).finish == "stop"
         assert len((await engine.generate(PROMPT, Sampling(max_tokens=99))).ids) == 9
-        assert await engine.logprobs_by_server([[1, 2, 3]]) == [[[-1.02, -1.03]]]
+        assert await engine.logprobs_by_server([[1, 2, 3]]) == {server.url: [[-1.02, -1.03]]}
         first, second = await engine.prompt_logprobs([1, 2, 3], top=2)
         assert (first.id, first.logprob, first.top) == (2, -1.02, ((3, -0.1), (4, -0.2)))
         assert (second.id, second.logprob, second.top) == (3, -1.03, ((4, -0.1), (5, -0.2)))

@@ -78,7 +78,7 @@ async def _serves(engine: ServedEngine, weights: dict[str, torch.Tensor], model:
     assert set(policy.load_state_dict(weights, strict=False).missing_keys) <= {"lm_head.weight"}
     wanted = logprobs_of(policy, GIVEN)
     found = await engine.logprobs_by_server([GIVEN])
-    return all(bool((torch.tensor(rows[0]) - wanted).abs().max() < AGREE) for rows in found)
+    return all(bool((torch.tensor(rows[0]) - wanted).abs().max() < AGREE) for rows in found.values())
 
 
 @asynccontextmanager
@@ -280,7 +280,7 @@ class EngineTests:
                 _change(weights, version)
                 policy.load_state_dict(weights)
                 await engine.update_weights(weights, version=version)
-                (found,) = await engine.logprobs_by_server([GIVEN])
+                (found,) = (await engine.logprobs_by_server([GIVEN])).values()
                 assert (torch.tensor(found[0]) - logprobs_of(policy, GIVEN)).abs().max() < AGREE
 
     async def test_a_checkpoint_is_served(self, tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ class EngineTests:
         engine = await open_engine(config, saved)
         assert isinstance(engine, ServedEngine)
         async with _closing(engine):
-            (found,) = await engine.logprobs_by_server([GIVEN])
+            (found,) = (await engine.logprobs_by_server([GIVEN])).values()
         policy = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32).eval()
         assert (torch.tensor(found[0]) - logprobs_of(policy, GIVEN)).abs().max() < AGREE
 

@@ -221,16 +221,19 @@ class ReplicaPool:
                 await asyncio.sleep(BACK_OFF_S * 2**attempt)
         raise EngineError(f"a request was lost {ATTEMPTS} times; the last time: {last}") from last
 
-    async def call_each(self, ask: Ask[T]) -> list[T]:
-        """Send a request to every server; return the answers of those that are not lost meanwhile, at least one.
+    async def call_each(self, ask: Ask[T]) -> dict[str, T]:
+        """Send a request to every server; return, by name, the answers of those that are not lost meanwhile, at
+        least one.
 
         Raises:
             EngineError: an answer is invalid, no server can answer any more, or the request ends each one.
         """
         for _ in range(ATTEMPTS):
             await self.any_ready()
-            answers = await asyncio.gather(*(self._ask_one(replica, ask) for replica in self.ready))
-            if found := [answer for answer in answers if answer is not None]:
+            asked = self.ready
+            answers = await asyncio.gather(*(self._ask_one(replica, ask) for replica in asked))
+            pairs = zip(asked, answers, strict=True)
+            if found := {replica.host.name: answer for replica, answer in pairs if answer is not None}:
                 return found
         raise EngineError(f"every server was lost, {ATTEMPTS} times in a row, when all were sent a request")
 

@@ -275,8 +275,8 @@ class ServedEngine(Engine):
         """What each server did since the last call: seconds at work, tokens, and request seconds per token."""
         return self._pool.timing()
 
-    async def logprobs_by_server(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """Return by server the logprob (temperature 1) of each token of each row but the first.
+    async def logprobs_by_server(self, rows: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
+        """Return by the name of each server the logprob (temperature 1) of each token of each row but the first.
 
         Used to check whether the weights of servers and learner are the same. A server that is lost meanwhile is
         left out, unless it is the only one, which is asked again when it is back.
