@@ -318,6 +318,16 @@ async def test_a_completion_that_another_run_cuts_is_not_continued_with_its_weig
                 await sampling
 
 
+async def test_answers_that_wait_share_the_next_question_for_the_weights(model: Path) -> None:
+    async with LoopbackVLLM() as server, opened(model, server) as engine:
+        await engine.generate(PROMPT, Sampling(max_tokens=1))
+        [replica] = engine._pool.ready
+        assert isinstance(replica.server, vllm.VLLMServer)
+        before = server.log.count("/weight_info")
+        await asyncio.gather(*(replica.server._refuse_others() for _ in range(20)))
+        assert server.log.count("/weight_info") == before + 2
+
+
 async def test_a_server_that_does_not_say_when_it_started_is_used_all_the_same(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,8 +69,8 @@ class WeightLabels:
         number, found, own = str(label).partition("@")
         if found and own != self._own:
             raise ServerTaken(
-                f"{self._url}: another run has sent its weights to this server (version {number} there): give "
-                "each run, `agentrl eval` and `agentrl serve` servers of its own in engine.server.urls"
+                f"{self._url}: another run has sent its weights to this server (version {number} there): let "
+                "each run, `agentrl eval` and `agentrl serve` have separate servers in engine.server.urls"
             )
 
     def version(self, label: object, *, sent: bool) -> int:

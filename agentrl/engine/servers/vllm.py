@@ -100,6 +100,8 @@ class VLLMServer:
         """Whether weights of another run would show: the model below adapters is never sent any."""
         self._heard = -math.inf
         self._recognizing = asyncio.Lock()
+        self._asking = asyncio.Lock()
+        self._asked = -math.inf
 
     @property
     def url(self) -> str:
@@ -360,18 +362,25 @@ class VLLMServer:
             self._heard = time.monotonic()
 
     async def _refuse_others(self) -> None:
-        """Raise ServerTaken if another run has sent weights since ours."""
-        if not self._sent:
-            return
-        try:
-            info = await self._http.get("/weight_info", timeout_s=30.0)
-        except ServerRefused:
-            self._sent = False  # it keeps no name for them, or is behind something that does not pass it on
-        except ServerLost as e:
-            if e.status is None:
-                raise
-        else:
-            self._labels.refuse_others(info.get("weight_version") if isinstance(info, Mapping) else None)
+        """Raise ServerTaken if another run has sent weights since ours.
+
+        vLLM answers between two of its steps, so all who wait in the meantime share the next question.
+        """
+        came = time.monotonic()
+        async with self._asking:
+            if not self._sent or self._asked > came:
+                return
+            asked = time.monotonic()
+            try:
+                info = await self._http.get("/weight_info", timeout_s=30.0)
+            except ServerRefused:
+                self._sent = False  # it keeps no name for them, or is behind something that does not pass it on
+            except ServerLost as e:
+                if e.status is None:
+                    raise
+            else:
+                self._labels.refuse_others(info.get("weight_version") if isinstance(info, Mapping) else None)
+                self._asked = asked
 
     async def _has_calls(self) -> bool:
         """Return whether the server was started with our calls of its workers.
