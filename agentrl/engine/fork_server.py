@@ -10,7 +10,9 @@ import multiprocessing
 import signal
 from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext
-from multiprocessing.forkserver import ensure_running
+from multiprocessing.forkserver import _forkserver, ensure_running
+
+PRELOAD = ["agentrl.engine.local.preload"]
 
 
 def fork_server() -> ForkServerContext:
@@ -19,11 +21,16 @@ def fork_server() -> ForkServerContext:
     The server inherits that SIGINT, SIGTERM and SIGHUP are blocked: they are meant for the run.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["agentrl.engine.local.preload"])
+    context.set_forkserver_preload(PRELOAD)
     resource_tracker.ensure_running()  # the server needs it, and its start ends with the signals unblocked
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
-        ensure_running()
+        try:
+            ensure_running()
+        except ChildProcessError:  # the server is of the process that this one was forked from
+            _forkserver.__init__()  # type: ignore[misc]
+            context.set_forkserver_preload(PRELOAD)
+            ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context

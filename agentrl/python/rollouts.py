@@ -109,6 +109,9 @@ def training_rows(groups: Sequence[Group], config: RunSettings | None = None) ->
 
 
 async def _play(asked: Rollouts) -> AsyncIterator[Group]:
+    from agentrl.torch_threads import one_after_fork
+
+    one_after_fork()
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(using_pools())
         content = load_content(asked.config)

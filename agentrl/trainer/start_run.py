@@ -70,7 +70,14 @@ def start_run(
             from agentrl.reporting.display import quiet_transformers
 
             quiet_transformers()
+            from agentrl.torch_threads import one_after_fork
             from agentrl.trainer.run import train_run
+
+            if one_after_fork():
+                display.note(
+                    "torch computes with one thread: this process was forked after a run in its parent; start it "
+                    "with multiprocessing's spawn method to use all"
+                )
 
             summary = train_run(config, store, display, stop, accept_code=accept_code)
         except AgentRLError:

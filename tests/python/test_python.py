@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -484,3 +486,45 @@ def test_mistakes_are_those_of_a_yaml_file():
 def test_an_override_reaches_into_what_a_mapping_writes_in_short(short: dict[str, Any], override: str):
     key, _, value = override.partition("=")
     assert attrgetter(key)(agentrl.configure(SMALL | short, [override])) == float(value)
+
+
+FORKED = """
+import asyncio, os, sys
+import agentrl
+from tests.python.test_python import SMALL
+
+
+async def play():
+    return [group.task.id async for group in agentrl.rollouts(SMALL, 2)]
+
+
+def forked(work):
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            print(work())
+            sys.stdout.flush()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+agentrl.train_blocking(SMALL | {"name": "parent"})
+sys.stdout.flush()
+train = forked(lambda: agentrl.train_blocking(SMALL | {"name": "child"}).finished)
+rollouts = forked(lambda: len(asyncio.run(play())))
+print("exit codes", train, rollouts)
+"""
+
+
+@pytest.mark.timeout(180)
+def test_a_process_forked_after_a_run_trains_and_plays():
+    """OpenMP's threads do not survive a fork: with several, the child crashed in its first operation."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "exit codes 0 0", done.stdout + done.stderr
+    assert "torch computes with one thread" in done.stdout
