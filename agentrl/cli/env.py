@@ -132,6 +132,9 @@ def package(
             )
         source, served = None, served_url(target)
     else:
+        from agentrl.extras import require
+
+        require("serve", "agentrl env package")
         source = _source(target, env, overrides, max_turns)
         options = [*(["--env", env] if env else []), *(f"--set={item}" for item in overrides)]
         options += [] if max_turns is None else ["--max-turns", str(max_turns)]

@@ -217,6 +217,11 @@ def find(
         if env is None:
             raise ConfigError("name an environment: --env module:Class, or a run folder or YAML file with its env")
         return Subject(endpoint=endpoint), _bare(endpoint.model, changes, exists=False), Path("runs/eval")
+    if str(target).startswith(("http:/", "https:/")) and not target.exists():
+        raise ConfigError(
+            f"{str(target).replace(':/', '://', 1)}: is a URL, not a folder; give it with --base-url, the model "
+            "there with --model, and the env with --env module:Class, a run folder or a YAML file"
+        )
     target = policy_folder(target)
     if (folder := trained_by(target)) is not None:
         config = of_env(load_config(folder / "config.yaml", changes, check_paths=False), env)

@@ -59,9 +59,11 @@ def rescore(
     from agentrl.cli.options import require_run
     from agentrl.eval.rescore import RescoreOptions
     from agentrl.eval.rescore import rescore as rescored
+    from agentrl.extras import require
     from agentrl.reporting.display import quiet_transformers
     from agentrl.reporting.safe_console import SafeConsole
 
+    require("train", "agentrl rescore")
     require_run(run)
     config = _config(run, env, overrides)
     quiet_transformers()

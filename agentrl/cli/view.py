@@ -57,6 +57,9 @@ def view(
 
         print(f"{export}: {write(Library(given), export, Extent(steps or None, episodes or None, redact))}")
         return
+    from agentrl.extras import require
+
+    require("serve", "agentrl view")
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(given, port, browse))
 

@@ -397,6 +397,25 @@ class TestBadInput:
             assert (code, err) == (2, said)
             assert not list(tmp_path.glob("runs/*"))
 
+    @pytest.mark.parametrize(
+        ("extra", "words", "command"),
+        [
+            ("train", ["rescore", "runs/x"], "agentrl rescore"),
+            ("serve", ["view", "."], "agentrl view"),
+            ("serve", ["env", "package", "a:B", "--as", "verifiers"], "agentrl env package"),
+        ],
+    )
+    def test_a_package_that_a_command_needs_is_asked_for_by_its_name(
+        self, run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: str, words: list[str], command: str
+    ):
+        (tmp_path / "episodes").mkdir()
+        write(tmp_path / "config.yaml", GOOD)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("agentrl.extras.EXTRAS", {**EXTRAS, extra: ("no_such_package",)})
+        code, _, err = run(*words)
+        said = f"{command} needs no_such_package, which is not installed: pip install 'agentrl-train[{extra}]'\n"
+        assert (code, err) == (2, said)
+
     def test_more_held_out_tasks_than_there_are_is_said(self, run, tmp_path: Path):
         write(tmp_path / "rows.jsonl", '{"start": 1, "operations": [["+", 2]]}\n' * 3)
         rows = "data: {train: rows.jsonl, held_out: rows.jsonl}\n"

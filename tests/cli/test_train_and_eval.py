@@ -323,6 +323,7 @@ def test_what_eval_plays(trained: Path, tmp_path: Path, monkeypatch: pytest.Monk
         (["r", "--min", "loss=0.5"], "the names are solved, reward, reward/NAME, pass@K and pass^K"),
         (["r", "--compare", "a", "b"], "plays nothing: drop the rest"),
         ([], "name a policy: a run folder, a checkpoint, or --base-url and --model"),
+        (["http://127.0.0.1:9/v1"], "http://127.0.0.1:9/v1: is a URL, not a folder; give it with --base-url"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_before_anything_is_played(
