@@ -550,8 +550,8 @@ def _claim(path: Path, config: RunConfig, *, exact: bool) -> tuple[bool, Sequenc
         remedy = "undo the change" if exact else "a started run cannot make this change: undo it"
         raise ConfigError(
             f"{path}: holds a run with another configuration:\n    {listed}\n"
-            f"{remedy} to resume it, give this one another `name`, or start over with --fresh "
-            "(the old folder is renamed and kept)"
+            f"{remedy} to resume it, give this one another `name`, or start over with --fresh, in Python "
+            "fresh=True (the old folder is renamed and kept)"
         )
     return True, changes
 

@@ -85,7 +85,8 @@ def check_code(config: RunConfig, content: Content, store: RunStore, *, accept: 
         listed = "\n    ".join([*code, *rows])
         raise ConfigError(
             f"{store.path}: the code or the tasks changed since step {step}:\n    {listed}\n"
-            "undo the change, or confirm it with --accept-code (the history records it)"
+            "undo the change, or confirm it with --accept-code, in Python accept_code=True (the history "
+            "records it)"
         )
     return CheckedCode([*code, *rows], new, tasks, step, _copied=bool(step and not code))
 

@@ -52,7 +52,7 @@ class Run:
         done = self.scheduler.admission.next_step - 1
         if done >= self.config.steps:
             self.log.reporter.note(
-                f"step {done} is done and steps is {self.config.steps}: nothing to train (--set steps=N goes on)"
+                f"step {done} is done and steps is {self.config.steps}: nothing to train; raise steps to go on"
             )
         self.log.reporter.phase("train", self.config.steps, done)
         self.in_step.resume()
