@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import signal
 import subprocess
 import sys
 import typing
@@ -147,6 +148,37 @@ def test_help_is_quick():
     runs = [probe(code) for _ in range(3)]
     assert min(ratio for ratio, _ in runs) < QUICK
     assert not runs[0][1] & HEAVY
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+class Interrupt:
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name == "agentrl.cli.options":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import agentrl.cli
+"""
+INTERRUPTED_EXIT = """
+import atexit, os, signal
+from agentrl.cli import main
+from agentrl.garbage import collect_rarely
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+collect_rarely()
+atexit.register(os.kill, os.getpid(), signal.SIGINT)  # as the import of an engine does
+main(["--version"])
+"""
+
+
+@pytest.mark.parametrize(("code", "status"), [(INTERRUPTED_IMPORT, 130), (INTERRUPTED_EXIT, -signal.SIGINT)])
+def test_an_interrupt_before_or_after_a_command_shows_no_traceback(code: str, status: int):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (status, "")
 
 
 WITHOUT_TRAIN = """

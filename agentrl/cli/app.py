@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -165,3 +167,4 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(130) from None
     finally:
         sys.excepthook = _show_traceback  # typer has set its own
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)  # nothing can catch it while Python ends
