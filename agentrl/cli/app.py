@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -114,9 +115,14 @@ def _visible_warning(
 
 
 def _place_error(error: Exception) -> str | None:
-    """An error of the file system that the program cannot fix, in one line; None if it is another one."""
+    """An error of the machine that the program cannot fix, in one line; None if it is another one."""
     from agentrl.run_folder.files import file_error
 
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        return (
+            f"can't start new thread: {threading.active_count()} are running in this process; raise the limit of "
+            "processes (ulimit -u, or the container's) or of memory (ulimit -v), and run the same command again"
+        )
     error = file_error(error)
     if isinstance(error, FileNotFoundError):
         try:

@@ -732,9 +732,10 @@ class TestDoctor:
         (OSError(27, "File too large", "model/a", None, "runs/a"), "runs/a: File too large"),
         (OSError(13, "Permission denied", "runs/a"), "runs/a: Permission denied"),
         (SafetensorError("I/O error: No space left on device (os error 28)"), "No space left on device; free"),
+        (RuntimeError("can't start new thread"), "can't start new thread: "),
     ],
 )
-def test_an_error_of_the_disk_is_one_line(error: Exception, said: str, monkeypatch, capsys):
+def test_an_error_of_the_machine_is_one_line(error: Exception, said: str, monkeypatch, capsys):
     def fail(**_: object) -> None:
         raise error
 
