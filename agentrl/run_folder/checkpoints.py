@@ -146,11 +146,35 @@ def remove(folder: Path, step: int) -> None:
 
 
 def point(link: Path, name: str) -> None:
-    """Make `link` point at its sibling `name`; a reader finds the old one or the new one."""
+    """Make `link` point at its sibling `name`; a reader finds the old one or the new one.
+
+    On a file system without symbolic links (exFAT, some network mounts), `link` is a file that contains the name.
+    """
     temp = link.with_name(f".{link.name}.tmp")
     temp.unlink(missing_ok=True)
-    temp.symlink_to(name)
+    try:
+        temp.symlink_to(name)
+    except OSError:
+        temp.write_text(name)
     if link.is_dir() and not link.is_symlink():
         shutil.rmtree(link)  # the run folder was copied by a program that follows links
     temp.replace(link)
     fsync_dir(link.parent)
+
+
+def pointed(link: Path) -> int | None:
+    """The step of the checkpoint that `link` points at; None if there is none.
+
+    Programs that follow links leave a copy of the checkpoint in the place of a link.
+    """
+    try:
+        if link.is_file():
+            name = read_bounded(link).decode("ascii")
+        elif link.is_symlink():
+            name = link.readlink().name
+        else:
+            return int(json.loads(read_bounded(link / MANIFEST))["step"])
+    except (OSError, CheckpointError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        return None
+    match = _NAME.fullmatch(name.strip())
+    return int(match[1]) if match else None

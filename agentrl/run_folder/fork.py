@@ -49,8 +49,8 @@ def parse_source(text: str, said: str = "--from ") -> tuple[Path, int]:
         run, step = path.resolve().parents[1], path.resolve().name.removeprefix("step-")
         raise CheckpointError(f"{said}{text}: {path} is a checkpoint; give its run and step: {run}@{step}")
     steps = checkpoints.steps_saved(path / "checkpoints")
-    if at == "best" and (best := path / "checkpoints" / "best").exists():
-        at = re.sub(r"\D", "", best.resolve().name)
+    if at == "best" and (best := checkpoints.pointed(path / "checkpoints" / "best")) is not None:
+        at = str(best)
     wanted = int(at) if at.isdecimal() else max(steps, default=0) if not at else -1
     if wanted not in steps:
         kept = ", ".join(map(str, steps)) or "none"

@@ -334,7 +334,7 @@ class RunStore:
         first = max(scored, key=lambda s: (scores[s], s), default=None)
         if first is not None:
             checkpoints.point(folder / "best", f"step-{first}")
-        elif (folder / "best").is_symlink():  # of a time with `best`
+        elif (folder / "best").is_symlink() or (folder / "best").is_file():  # of a time with `best`
             (folder / "best").unlink()
         for old in there[:-keep]:
             if old != first and not (best and old in awaited):

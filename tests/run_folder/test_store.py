@@ -26,6 +26,7 @@ from agentrl.errors import CheckpointError, ConfigError
 from agentrl.reporting.report import Summary
 from agentrl.run_folder import checkpoints
 from agentrl.run_folder.files import file_error, write_atomic
+from agentrl.run_folder.fork import parse_source
 from agentrl.run_folder.history import add_history, read_history
 from agentrl.run_folder.records import EpisodeRecord, read_episodes, read_records, recorded_steps
 from agentrl.run_folder.redraws import Redraws
@@ -382,10 +383,27 @@ def test_a_copy_without_links_still_marks_its_best_checkpoint(tmp_path: Path):
                 (making / "weights").write_text("w")
 
     scored(tmp_path / "r", 1, 0.5)
+    scored(tmp_path / "r", 2, 0.4)
     shutil.copytree(tmp_path / "r", tmp_path / "copy")  # follows the link `best`
     assert not (tmp_path / "copy/checkpoints/best").is_symlink()
-    scored(tmp_path / "copy", 2, 0.9)
-    assert (tmp_path / "copy/checkpoints/best").readlink() == Path("step-2")
+    assert parse_source(f"{tmp_path}/copy@best") == parse_source(f"{tmp_path}/copy@1"), "not the newest"
+    scored(tmp_path / "copy", 3, 0.9)
+    assert (tmp_path / "copy/checkpoints/best").readlink() == Path("step-3")
+
+
+def test_a_file_system_without_links_still_marks_its_best_checkpoint(tmp_path: Path, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    with RunStore.open(config(), tmp_path / "r") as store:
+        for step, score in enumerate((0.1, 0.5, 0.2), 1):
+            store.log_metrics(step, {"held_out": score})
+            with store.checkpoint(step, 1, best=True) as making:
+                (making / "weights").write_text("w")
+        assert parse_source(f"{tmp_path}/r@best")[1] == 2
+        store.tidy_checkpoints(1, best=False)
+    assert [path.name for path in (tmp_path / "r/checkpoints").iterdir()] == ["step-3"]
 
 
 def test_a_run_may_go_on_in_another_place(tmp_path: Path):
