@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -48,7 +49,7 @@ def writing(folder: Path, step: int) -> Iterator[Path]:
 def sweep(folder: Path) -> None:
     """Clean up after a process that died inside `writing`."""
     for temp in folder.glob(".writing-step-*"):
-        shutil.rmtree(temp)
+        _discard(temp)
     for old in folder.glob(".replaced-step-*"):
         target = folder / old.name.removeprefix(".replaced-")
         if target.exists():
@@ -140,9 +141,18 @@ def remove(folder: Path, step: int) -> None:
             except BlockingIOError:
                 return
         target.rename(doomed)
-        shutil.rmtree(doomed)
+        _discard(doomed)
     finally:
         os.close(handle)
+
+
+def _discard(folder: Path) -> None:
+    """Delete a folder; what NFS and FUSE keep of files that are still open is left to `sweep`."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as e:
+        if e.errno not in (errno.ENOTEMPTY, errno.EBUSY):
+            raise
 
 
 def point(link: Path, name: str) -> None:

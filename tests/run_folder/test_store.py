@@ -391,6 +391,27 @@ def test_a_copy_without_links_still_marks_its_best_checkpoint(tmp_path: Path):
     assert (tmp_path / "copy/checkpoints/best").readlink() == Path("step-3")
 
 
+def test_a_checkpoint_with_a_file_that_is_still_open_on_nfs_stops_no_run(tmp_path: Path, monkeypatch):
+    rmdir = os.rmdir
+
+    def refuse(path: str | Path, **where: int) -> None:
+        if ".writing-step-1" in str(path):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")  # because of .nfs000...
+        rmdir(path, **where)
+
+    with monkeypatch.context() as nfs, RunStore.open(config(), tmp_path / "r") as store:
+        nfs.setattr(os, "rmdir", refuse)
+        for step in (1, 2):
+            with store.checkpoint(step, 1) as making:
+                (making / "weights").write_text("w")
+        latest = store.latest_checkpoint()
+        assert latest is not None
+        assert latest.step == 2
+    with RunStore.open(config(), tmp_path / "r"):
+        pass
+    assert [path.name for path in (tmp_path / "r/checkpoints").iterdir()] == ["step-2"]
+
+
 def test_a_file_system_without_links_still_marks_its_best_checkpoint(tmp_path: Path, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
