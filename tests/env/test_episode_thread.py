@@ -120,6 +120,16 @@ async def all_ended() -> bool:
     return False
 
 
+class Numbered(ToolResult):
+    def __init__(self, count: int) -> None:
+        super().__init__(iter(range(count)))
+
+
+class Ended(Stop):
+    def __init__(self, count: int) -> None:
+        super().__init__(f"over after {count}", reward=0.5)
+
+
 async def test_what_a_tool_yields_is_read_on_its_thread_and_within_its_time():
     class Yielding(Sql):
         @tool(timeout_s=30)
@@ -155,13 +165,23 @@ async def test_what_a_tool_yields_is_read_on_its_thread_and_within_its_time():
             return ToolResult(self._read(), metrics={"counted": 1.0})
 
         @tool
+        def numbered(self) -> ToolResult:
+            """Give a result of a class whose arguments are its own."""
+            return Numbered(3)
+
+        @tool
+        def ends(self) -> Stop:
+            """End the episode in the same way."""
+            return Ended(4)
+
+        @tool
         def stops(self) -> Generator[int, None, Stop]:
             """Yield and then end the episode."""
             yield 1
             return Stop("over", reward=1.0)
 
     calls = [call("rows_of", form="generator"), call("rows_of", form="map"), call("partly")]
-    calls += [call("endlessly"), call("in_c"), call("counted"), call("stops")]
+    calls += [call("endlessly"), call("in_c"), call("counted"), call("stops"), call("numbered"), call("ends")]
     episode = await play(Yielding(), Task("t", {}), ScriptedPolicy([*calls, "done"]))
     answers = [(record.outcome, record.result) for record in all_calls(episode)]
     assert answers[:3] == [("ok", "[0, 1, 2]")] * 2 + [("tool_exception", "Error: LookupError: no more")]
@@ -170,6 +190,8 @@ async def test_what_a_tool_yields_is_read_on_its_thread_and_within_its_time():
     assert (answers[5], episode.metrics["counted"]) == (("ok", "[0, 1, 2]"), 1.0)
     assert answers[6][0] == "tool_exception"
     assert "cannot also return a value, and this one returned Stop: return a list" in str(answers[6][1])
+    assert answers[7:] == [("ok", "[0, 1, 2]"), ("ok", "over after 4")]
+    assert sum(turn.reward for turn in episode.turns) == 0.5
     assert not stuck()
 
 

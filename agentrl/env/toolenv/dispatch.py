@@ -8,7 +8,7 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from agentrl.env.toolenv.asked import tracked
@@ -159,8 +159,10 @@ def listed(function: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:
         value = function(*args, **kwargs)
-        if isinstance(value, ToolResult | Stop):
-            return replace(value, content=_read(value.content))
+        if isinstance(value, Stop):  # not `replace`: a subclass may take other arguments
+            return Stop(_read(value.content), value.reward)
+        if isinstance(value, ToolResult):
+            return ToolResult(_read(value.content), value.reward, value.stop, value.metrics)
         return _read(value)
 
     return call
