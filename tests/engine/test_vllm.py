@@ -24,6 +24,7 @@ from agentrl.engine.servers.server_engine import ServedEngine
 from agentrl.errors import ConfigError, EngineError
 from agentrl.testing.sglang_server import LoopbackVLLM
 from agentrl.types import Sampling
+from tests.engine.test_served import until
 
 PROMPT = [5, 6, 7]
 
@@ -316,6 +317,35 @@ async def test_a_completion_that_another_run_cuts_is_not_continued_with_its_weig
         async with opened(model, server):
             with pytest.raises(EngineError, match="another run has sent its weights to this server"):
                 await sampling
+
+
+async def test_an_update_keeps_the_tokens_so_far_though_vllm_answers_nothing_while_it_loads(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with LoopbackVLLM(token_s=0.01, max_context=3000) as server, opened(model, server) as engine:
+        [replica] = engine._pool.ready
+        assert isinstance(replica.server, vllm.VLLMServer)
+        there, load, name = replica.server, server._post_collective_rpc, server._get_weight_info
+        busy = asyncio.Lock()
+
+        async def load_for_long(body: dict[str, object]) -> tuple[int, object]:
+            async with busy:
+                server.token_s = 0.0
+                await until(lambda: not there._in_flight)
+                return await load(body)
+
+        async def name_between(body: dict[str, object]) -> tuple[int, object]:
+            async with busy:
+                return await name(body)
+
+        monkeypatch.setattr(server, "_post_collective_rpc", load_for_long)
+        monkeypatch.setattr(server, "_get_weight_info", name_between)
+        sampling = [asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=2000))) for _ in range(3)]
+        await until(lambda: len(server.running) == 3 and all(one.ids for one in server.running.values()))
+        await engine.update_weights({"a": torch.ones(2)}, 1)
+        for completion in await asyncio.gather(*sampling):
+            assert set(completion.versions) == {0, 1}
+            assert list(completion.ids) == expected(PROMPT, 2000)
 
 
 async def test_answers_that_wait_share_the_next_question_for_the_weights(model: Path) -> None:

@@ -364,11 +364,12 @@ class VLLMServer:
     async def _refuse_others(self) -> None:
         """Raise ServerTaken if another run has sent weights since ours.
 
-        vLLM answers between two of its steps, so all who wait in the meantime share the next question.
+        vLLM answers between two of its steps, so all who wait in the meantime share the next question. It does not
+        answer while it loads weights; an update asks before that.
         """
         came = time.monotonic()
         async with self._asking:
-            if not self._sent or self._asked > came:
+            if not self._sent or self._asked > came or not self._go.is_set():
                 return
             asked = time.monotonic()
             try:
