@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from urllib.parse import urlsplit
 
 
 def address_problem(url: str) -> str:
@@ -16,6 +17,14 @@ def address_problem(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.host:
         return "not an http or https URL with a host"
     return "" if parts.port is None or 0 < parts.port < 1 << 16 else f"invalid port {parts.port}"
+
+
+def server_of(url: str) -> tuple[str | None, int | None, str]:
+    """What two addresses of the same server have in common. A gateway tells servers apart by their paths."""
+    parts = urlsplit(url)
+    host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    return host, port, parts.path.rstrip("/").removesuffix("/v1")
 
 
 def without_credentials(url: str) -> str:

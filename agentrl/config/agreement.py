@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
+from agentrl.config.address import server_of
 from agentrl.config.algorithm import ALONE, AlgorithmConfig, CriticConfig, KLConfig
 from agentrl.config.choice import OwnFunction
 
@@ -198,19 +198,13 @@ def _check_teacher(config: RunConfig) -> None:
             f"teacher.url scores at temperature 1, and rollout.temperature is {config.rollout.temperature:g}: set "
             "it to 1, or load the teacher with teacher.path"
         )
-    sampling = {_server_of(url) for url in config.engine.server.urls} if config.engine.sync != "lora" else ()
+    sampling = {server_of(url) for url in config.engine.server.urls} if config.engine.sync != "lora" else ()
     for each in servers.values():
-        if _server_of(each.url or "") in sampling:
+        if server_of(each.url or "") in sampling:
             raise ValueError(
                 f"{each.place}.url {each.address} is a server of engine.server.urls, which gets the policy's "
                 "weights at each update, so the policy would be its own teacher: give the teacher another server"
             )
-
-
-def _server_of(url: str) -> tuple[str | None, int | None]:
-    parts = urlsplit(url)
-    host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname
-    return host, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
 def _check_teachers_of_envs(config: RunConfig) -> None:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from agentrl.config.address import address_problem, without_credentials
+from agentrl.config.address import address_problem, server_of, without_credentials
 from agentrl.config.choice import is_own
 from agentrl.config.facts import Advanced, NamesCode, NeverWhen, NeverWith, OnlyWhen, OnResume, PathTo, UnusedBy
 from agentrl.config.section import Count, Device, Positive, Section
@@ -83,7 +83,7 @@ class ServerConfig(Section):
             extra = parts.path.rstrip("/") if parts.path.rstrip("/") == "/v1" else parts.query or parts.fragment
             if extra:
                 raise ValueError(f"{address}: leave out {extra!r}: the engine appends its own paths")
-            if url.rstrip("/") in {other.rstrip("/") for other in urls[:place]}:
+            if server_of(url) in map(server_of, urls[:place]):
                 raise ValueError(f"{address} is there twice; give each server once")
         return urls
 

@@ -238,6 +238,8 @@ def test_a_broadcast_comes_from_an_address_of_the_servers_family(url: str, own: 
     [
         ["http://a:1", "http://a:1"],
         ["http://a:1", "http://a:1/"],
+        ["http://A", "http://a:80"],
+        ["http://localhost:1", "http://127.0.0.1:1"],
         ["http://a:1/v1"],
         ["http://a:1/v1/"],
         ["http://a:1?x=1"],
@@ -247,4 +249,5 @@ def test_a_broadcast_comes_from_an_address_of_the_servers_family(url: str, own: 
 def test_addresses_that_cannot_work_are_refused(urls: list[str]) -> None:
     with pytest.raises(ValueError, match=r"is there twice|leave out"):
         EngineConfig.model_validate({"kind": "vllm", "server": {"urls": urls}})
-    EngineConfig.model_validate({"kind": "vllm", "server": {"urls": ["http://a:1", "http://b:1/", "http://a:2"]}})
+    others = ["http://a:1", "http://b:1/", "http://a:2", "http://a:1/b"]
+    EngineConfig.model_validate({"kind": "vllm", "server": {"urls": others}})

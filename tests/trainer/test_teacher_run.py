@@ -441,8 +441,9 @@ def test_a_teacher_is_no_server_that_gets_the_weights_of_the_policy(address: str
         settings(given, engine={"kind": "vllm", "device": "cpu", "server": server})
     adapters = {"kind": "vllm", "device": "cpu", "sync": "lora", "server": server}
     assert settings(given, engine=adapters, learner={"device": "cpu", "lora": {"rank": 2}}).teacher is not None
-    other: dict[str, Any] = {"urls": ["http://127.0.0.1:8"]}
-    assert settings(given, engine={"kind": "vllm", "device": "cpu", "server": other}).teacher is not None
+    for other in ("http://127.0.0.1:8", "http://127.0.0.1:9/policy"):  # of the same gateway
+        engine: dict[str, Any] = {"kind": "vllm", "device": "cpu", "server": {"urls": [other]}}
+        assert settings(given, engine=engine).teacher is not None
 
 
 def test_a_teacher_that_reads_other_tokens_is_refused(teacher: Path, tmp_path: Path):
