@@ -309,6 +309,17 @@ async def test_a_run_ends_where_another_one_has_sent_its_weights(model: Path, ac
         assert (await second.generate(PROMPT, sampling)).versions == (0,) * 4
 
 
+async def test_adapters_are_not_put_on_the_weights_of_another_run(model: Path) -> None:
+    async with LoopbackVLLM() as server:
+        async with opened(model, server):
+            pass  # as `agentrl eval`, which has ended
+        given: dict[str, Any] = {"kind": "vllm", "device": "cpu", "sync": "lora", "server": {"urls": [server.url]}}
+        engine = await open_engine(EngineConfig.model_validate(given), model, LoRAConfig(rank=2))
+        with pytest.raises(EngineError, match="also restart this one"):
+            await engine.generate(PROMPT, Sampling(max_tokens=4))
+        await engine.close()
+
+
 async def test_a_completion_that_another_run_cuts_is_not_continued_with_its_weights(model: Path) -> None:
     async with LoopbackVLLM(token_s=0.01) as server, opened(model, server) as first:
         sampling = asyncio.create_task(first.generate(PROMPT, Sampling(max_tokens=200)))

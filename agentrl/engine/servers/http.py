@@ -69,8 +69,9 @@ class WeightLabels:
         number, found, own = str(label).partition("@")
         if found and own != self._own:
             raise ServerTaken(
-                f"{self._url}: another run has sent its weights to this server (version {number} there): let "
-                "each run, `agentrl eval` and `agentrl serve` have separate servers in engine.server.urls"
+                f"{self._url}: another run has sent its weights to this server (version {number} there): give "
+                "each run, `agentrl eval` and `agentrl serve` separate servers in engine.server.urls (with "
+                "engine.sync lora, also restart this one, which no longer has the weights below the adapters)"
             )
 
     def version(self, label: object, *, sent: bool) -> int:
