@@ -165,6 +165,11 @@ async def test_what_a_tool_yields_is_read_on_its_thread_and_within_its_time():
             return ToolResult(self._read(), metrics={"counted": 1.0})
 
         @tool
+        def yields_stop(self) -> Iterator[Stop]:
+            """Yield the end of the episode."""
+            yield Stop("over")
+
+        @tool
         def numbered(self) -> ToolResult:
             """Give a result of a class whose arguments are its own."""
             return Numbered(3)
@@ -181,7 +186,8 @@ async def test_what_a_tool_yields_is_read_on_its_thread_and_within_its_time():
             return Stop("over", reward=1.0)
 
     calls = [call("rows_of", form="generator"), call("rows_of", form="map"), call("partly")]
-    calls += [call("endlessly"), call("in_c"), call("counted"), call("stops"), call("numbered"), call("ends")]
+    calls += [call("endlessly"), call("in_c"), call("counted"), call("stops"), call("yields_stop")]
+    calls += [call("numbered"), call("ends")]
     episode = await play(Yielding(), Task("t", {}), ScriptedPolicy([*calls, "done"]))
     answers = [(record.outcome, record.result) for record in all_calls(episode)]
     assert answers[:3] == [("ok", "[0, 1, 2]")] * 2 + [("tool_exception", "Error: LookupError: no more")]
@@ -190,7 +196,9 @@ async def test_what_a_tool_yields_is_read_on_its_thread_and_within_its_time():
     assert (answers[5], episode.metrics["counted"]) == (("ok", "[0, 1, 2]"), 1.0)
     assert answers[6][0] == "tool_exception"
     assert "cannot also return a value, and this one returned Stop: return a list" in str(answers[6][1])
-    assert answers[7:] == [("ok", "[0, 1, 2]"), ("ok", "over after 4")]
+    assert answers[7][0] == "tool_exception"
+    assert "yielded a Stop, which has no effect there: return it instead" in str(answers[7][1])
+    assert answers[8:] == [("ok", "[0, 1, 2]"), ("ok", "over after 4")]
     assert sum(turn.reward for turn in episode.turns) == 0.5
     assert not stuck()
 

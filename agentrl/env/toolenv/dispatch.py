@@ -171,7 +171,12 @@ def listed(function: Callable[..., object]) -> Callable[..., object]:
 def _read(value: Any) -> Any:
     if not isinstance(value, Iterator):
         return value
-    return [item for item in _items(value)]  # noqa: C416  # no timeout can end `list` over an iterator written in C
+    items = [item for item in _items(value)]  # noqa: C416  # no timeout can end `list` over an iterator written in C
+    for item in items:
+        if isinstance(item, ToolResult | Stop):
+            kind = type(item).__name__
+            raise TypeError(f"this function yielded a {kind}, which has no effect there: return it instead")
+    return items
 
 
 def _items(iterator: Any) -> Iterator[object]:
