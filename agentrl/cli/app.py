@@ -173,4 +173,5 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(130) from None
     finally:
         sys.excepthook = _show_traceback  # typer has set its own
-        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)  # nothing can catch it while Python ends
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as a background job of a shell has it
+            atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)  # nothing can catch it while Python ends

@@ -8,7 +8,6 @@ import math
 import os
 import pwd
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -359,15 +358,16 @@ def test_the_command_serves_without_a_folder_for_its_index(folder: Path, tmp_pat
     env = {**os.environ, "XDG_CACHE_HOME": "/dev/null/cache", "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "agentrl", "view", str(folder)]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as view:
-        assert view.stdout is not None
-        assert view.stderr is not None
-        address, _, token = view.stdout.readline().strip().partition("/?token=")
-        assert view.stderr.readline().startswith("no search: no folder for the search index")
-        request = Request(f"{address}/api/runs", headers={"Authorization": f"Bearer {token}"})
-        with urlopen(request) as answer:
-            assert {row["id"] for row in json.load(answer)["runs"]} == {"calc", "other"}
-        view.send_signal(signal.SIGINT)
-        assert view.wait() == 0
+        try:
+            assert view.stdout is not None
+            assert view.stderr is not None
+            address, _, token = view.stdout.readline().strip().partition("/?token=")
+            assert view.stderr.readline().startswith("no search: no folder for the search index")
+            request = Request(f"{address}/api/runs", headers={"Authorization": f"Bearer {token}"})
+            with urlopen(request) as answer:
+                assert {row["id"] for row in json.load(answer)["runs"]} == {"calc", "other"}
+        finally:
+            view.terminate()  # not SIGINT, which a background job of a shell ignores
 
 
 def places_in(folder: Path, file: Path, said: list[str]) -> Callable[..., list[int]]:
