@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pwd
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -33,6 +34,18 @@ def garbage_of_this_file() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user has no home, as with `docker run --user 1234`."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("HOME", "HF_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pwd
 import socket
 from pathlib import Path
 
@@ -73,13 +72,8 @@ def test_a_folder_of_that_name_comes_first(cache: Path, tmp_path: Path):
     assert load(tmp_path, f"model: {{path: {ID}}}").model.path == str(tmp_path / ID)
 
 
-def test_a_user_without_a_home_gets_the_same_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def unknown(uid: int) -> None:
-        raise KeyError(uid)
-
-    for name in ("HOME", "HF_HOME", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", unknown)  # as `docker run --user 1234` has it
+@pytest.mark.usefixtures("no_home")
+def test_a_user_without_a_home_gets_the_same_error(tmp_path: Path):
     with pytest.raises(ConfigError, match=f"there is no folder .*{ID}.*cache/huggingface/hub has no complete"):
         load(tmp_path, f"model: {{path: {ID}}}")
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import os
-import pwd
 import re
 import subprocess
 import sys
@@ -314,13 +313,8 @@ def test_an_index_that_is_damaged_between_two_searches_is_rebuilt(folder: Path, 
         assert [hit.episode for hit in index.search(Query()).hits] == [hit.episode for hit in there.hits]
 
 
+@pytest.mark.usefixtures("no_home")
 def test_a_user_without_a_home_has_an_index_among_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def unknown(uid: int) -> None:
-        raise KeyError(uid)
-
-    for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", unknown)  # as `docker run --user 1234` has it
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert cache_folder().parent == tmp_path
     assert preferences_file() is None
