@@ -131,13 +131,13 @@ def _own_estimator(own: OwnFunction, config: AlgorithmConfig) -> NamedEstimator:
     try:
         try_function(lambda: estimate(step), where)
     except ConfigError:
-        if not step.names_read:  # else it may look for a part that these rewards do not have
+        if not step.names_read:  # otherwise it may want a part that only the run's rewards have
             raise
     return NamedEstimator(estimate, given)
 
 
 class _SmallStep(StepData):
-    """A step without a run, which notes whether the names of the reward's parts were read: these are made up."""
+    """A made-up step that records whether a function read the names of the reward's parts, made up as well."""
 
     names_read = False
 

@@ -37,6 +37,6 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_process_that_was_forked_after_the_start_gets_a_server_of_its_own():
+def test_a_process_that_was_forked_after_the_start_starts_another_server():
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "forked\n"), done.stderr

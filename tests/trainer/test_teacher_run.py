@@ -434,7 +434,7 @@ def test_a_server_scores_at_temperature_one():
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9/v1", "http://localhost:9/v1/"])
-def test_a_teacher_is_no_server_that_gets_the_weights_of_the_policy(address: str):
+def test_a_teacher_cannot_be_a_server_that_gets_the_policy_weights(address: str):
     given = {"url": address, "model": "t"}
     server: dict[str, Any] = {"urls": ["http://127.0.0.1:8", "http://127.0.0.1:9"]}
     with pytest.raises(ValueError, match=r"teacher\.url http://.*:9/v1/? is a server of engine\.server\.urls"):

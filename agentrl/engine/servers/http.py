@@ -47,25 +47,25 @@ class ServerTaken(EngineError):
 
 
 UNNAMED = "default"
-"""How servers name weights that they were given no name for."""
+"""The label that servers use for weights that arrived without one."""
 
 
 class WeightLabels:
-    """How weights are named on a server, so that those of another run are told from ours.
+    """Labels that tell the weights this connection sent to a server from another run's.
 
-    Any program can send weights to a server, and counts its versions in the same way.
+    A version number alone is not enough, because every run starts at 0.
     """
 
     def __init__(self, url: str) -> None:
-        """Name weights for one connection to the server at this address."""
+        """Make the labels of one connection to the server at `url`."""
         self._url, self._own = url, uuid.uuid4().hex[:12]
 
     def name(self, version: int) -> str:
-        """The name of this version."""
+        """The label of our weights of this version."""
         return f"{version}@{self._own}"
 
     def refuse_others(self, label: object) -> None:
-        """Raise ServerTaken if the label names weights of another run."""
+        """Raise ServerTaken if another run set the label."""
         number, found, own = str(label).partition("@")
         if found and own != self._own:
             raise ServerTaken(
@@ -75,15 +75,15 @@ class WeightLabels:
             )
 
     def version(self, label: object, *, sent: bool) -> int:
-        """The version that a label names; without our mark it is the server's own.
+        """The version in a label, whether we set it or the server did.
 
         Args:
-            sent: it has been sent weights, and has no others unless it was started again.
+            sent: we have sent weights, so a label that the server set means that it has restarted since.
 
         Raises:
-            ServerTaken: see `refuse_others`.
-            ServerRestarted: it has been started again.
-            ValueError: it is not a label.
+            ServerTaken: another run set the label.
+            ServerRestarted: the server has restarted.
+            ValueError: the label contains no version.
         """
         self.refuse_others(label)
         number, found, _ = str(label).partition("@")

@@ -19,7 +19,7 @@ from agentrl.engine.servers.http import ServerLost, ServerRefused
 from agentrl.errors import EngineError
 
 ReadVersion = Callable[[object], int]
-"""The version of the policy that a server's label of its weights means."""
+"""Converts a server's label of its weights to the version of the policy."""
 _TOKEN = "token_id:"
 """vLLM's format for a token reported by its id."""
 
@@ -28,7 +28,7 @@ class SGLangStream:
     """The events of one streamed `/generate`."""
 
     def __init__(self, where: str, read: ReadVersion, listener: Listener) -> None:
-        """`read` gives the version for the label of weights in each event."""
+        """`read` converts the label of the weights in each event to a version."""
         self._where, self._read, self._listener = where, read, listener
         self._ids: list[int] = []
         self._logprobs: list[Any] = []

@@ -97,7 +97,7 @@ class VLLMServer:
         self._started: str | None = None
         self._labels = WeightLabels(self._http.url)
         self._sent = sync == "lora"
-        """Whether weights of another run would show: the model below adapters is never sent any."""
+        """Whether another run's weights would show: we set the label, or with adapters, nobody should."""
         self._heard = -math.inf
         self._recognizing = asyncio.Lock()
         self._asking = asyncio.Lock()
