@@ -7,6 +7,8 @@ import contextlib
 import os
 import pickle
 import signal
+import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -15,8 +17,8 @@ import pytest
 from agentrl.errors import ConfigError
 from agentrl.sandbox import Box, Sandbox, SandboxBroken, SandboxDied, SandboxPool, bundle
 from agentrl.sandbox.contract import SessionKind
-from agentrl.sandbox.inside import leftovers
-from agentrl.sandbox.local import LocalProcess
+from agentrl.sandbox.inside import cgroups, leftovers
+from agentrl.sandbox.local import LocalBackend, LocalProcess
 from tests.sandbox.sandbox_specs import spec_for
 
 HUNTER = """
@@ -241,6 +243,27 @@ class TestWhoseDoingItWas:
         with pytest.raises(SandboxDied, match="killed from outside"):
             await box.run("true")
 
+    async def test_the_oom_killer_elsewhere_does_not_explain_it(self, box: Box) -> None:
+        with control_group() as elsewhere:
+            assert (await box.run("true")).ok
+            await killed_for_memory(elsewhere)
+            os.kill(_pid(box), signal.SIGKILL)
+            with pytest.raises(SandboxDied, match="killed from outside"):
+                await box.run("true")
+
+    async def test_the_oom_killer_in_its_own_group_may_explain_it(self) -> None:
+        with control_group() as group:
+            async with SandboxPool(spec_for("namespace_user"), min_idle=0) as pool, pool.lease():
+                assert isinstance(pool._backend, LocalBackend)
+                assert pool._backend._keeper is not None
+                group.add(pool._backend._keeper.pid)
+                async with pool.lease() as box:
+                    assert (await box.run("true")).ok
+                    await killed_for_memory(group)
+                    os.kill(_pid(box), signal.SIGKILL)
+                    with pytest.raises(SandboxBroken):
+                        await box.run("true")
+
     async def test_its_supervisor_is_stopped_from_outside(self, box: Box) -> None:
         assert (await box.run("true")).ok
         os.kill(_pid(box), signal.SIGSTOP)
@@ -372,6 +395,33 @@ def broken_session_answer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A supervisor with a bug where it reads a session's answer."""
     with _rewritten(monkeypatch, "supervisor", "call.answer += data", "1 / 0"):
         yield
+
+
+@contextlib.contextmanager
+def control_group() -> Iterator[cgroups.ControlGroup]:
+    groups = cgroups.Groups()
+    if not groups.controllers:
+        pytest.skip(f"no control group can be made: {groups.why_not}")
+    group = groups.create("hog", memory_mb=200, pids=100, cpus=None)
+    try:
+        yield group
+    finally:
+        group.close()
+        for _ in range(100):
+            if group.remove():
+                break
+            time.sleep(0.05)
+        groups.close()
+
+
+async def killed_for_memory(group: cgroups.ControlGroup) -> None:
+    """A process of this group needs more memory than the group has."""
+    program = "open('/proc/self/oom_score_adj', 'w').write('1000'); input(); bytearray(1 << 30)"
+    hog = await asyncio.create_subprocess_exec(sys.executable, "-S", "-c", program, stdin=asyncio.subprocess.PIPE)
+    group.add(hog.pid)
+    await hog.communicate(b"\n")
+    assert hog.returncode == -signal.SIGKILL
+    assert group.oom_kills()[0] == 1
 
 
 def _pid(box: Box) -> int:

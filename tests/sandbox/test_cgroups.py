@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,29 @@ def test_an_ordinary_user_takes_the_group_it_was_given(tmp_path: Path, monkeypat
     assert cgroups._delegated(str(tmp_path)) == str(given)
     monkeypatch.setattr(cgroups.os, "access", lambda path, mode: False)
     assert cgroups._delegated(str(tmp_path)) == str(tmp_path)
+
+
+def test_kills_are_counted_in_the_group_of_this_process_alone(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, host = tree / "memory.events.local", tree / "vmstat"
+    own.write_text("oom 1\noom_kill 3\n")
+    host.write_text("oom_kill 50\n")
+    (tree / "cgroup.procs").write_text(f"1\n{os.getpid()}\n")
+    monkeypatch.setattr(cgroups, "HOST_EVENTS", str(host))
+    kills = cgroups.KillCount()
+    host.write_text("oom_kill 60\n")
+    assert kills.now() == 0
+    own.write_text("oom 3\noom_kill 5\n")
+    assert kills.now() == 2
+    (tree / "cgroup.procs").write_text("1\n")  # it has been moved to another group
+    assert kills.now() == 10
+
+
+def test_kills_are_those_of_the_host_where_no_group_counts_them(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = tree / "vmstat"
+    monkeypatch.setattr(cgroups, "HOST_EVENTS", str(host))
+    kills = cgroups.KillCount()
+    assert kills.now() == 0
+    host.write_text("oom_kill 1\n")
+    assert kills.now() == 1

@@ -11,6 +11,8 @@ from .leftovers import is_stale, run_name
 from .tree import event_count
 
 CONTROLLERS = ("memory", "pids", "cpu")
+HOST_EVENTS = "/proc/vmstat"
+"""Counts the OOM kills of the whole host since it started."""
 
 
 def _mounts() -> tuple[dict[str, str], str | None]:
@@ -170,10 +172,47 @@ class Groups:
             _rmdir(os.path.dirname(base))  # kept while somebody else has a run there
 
 
-def host_oom_kills() -> int:
-    """Return how many processes the kernel's OOM killer has ended since boot."""
+class KillCount:
+    """Count the processes that the OOM killer ends from now on: in this process's own memory group, as far as
+    that group can be read, otherwise on the whole host."""
+
+    def __init__(self) -> None:
+        self.path = _own_events()
+        self.before = _oom_kills(self.path)
+        self.before_on_host = _oom_kills(HOST_EVENTS)
+
+    def now(self) -> int:
+        """Return how many there have been. If this process has changed groups meanwhile, count the host's."""
+        if self.path == _own_events():
+            return _oom_kills(self.path) - self.before
+        return _oom_kills(HOST_EVENTS) - self.before_on_host
+
+
+def _own_events() -> str:
+    """Return the kernel's file that counts the OOM kills of the memory group this process belongs to, without
+    the groups below. Where there is none, that is the host's."""
+    first, second = _mounts()
+    mount, name, kinds = second, "memory.events.local", ""
+    if "memory" in first:
+        mount, name, kinds = first["memory"], "memory.oom_control", "memory"
+    if mount is None:
+        return HOST_EVENTS
     try:
-        with open("/proc/vmstat", "rb") as f:
+        with open("/proc/self/cgroup") as f:
+            lines = [line.rstrip("\n").split(":", 2) for line in f]
+        path = next(path for _, controllers, path in lines if kinds in controllers.split(","))
+        for place in (f"{mount}{path}".rstrip("/"), mount):  # in a container, the path may be the host's
+            with contextlib.suppress(OSError), open(f"{place}/cgroup.procs") as f:
+                if f"{os.getpid()}\n" in f and os.access(f"{place}/{name}", os.R_OK):
+                    return f"{place}/{name}"
+    except (OSError, StopIteration):
+        pass
+    return HOST_EVENTS
+
+
+def _oom_kills(path: str) -> int:
+    try:
+        with open(path, "rb") as f:
             return event_count(f.read(), b"oom_kill")
     except OSError:
         return 0

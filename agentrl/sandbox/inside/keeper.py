@@ -61,7 +61,7 @@ class KeptBox:
     ) -> None:
         self.name, self.pid, self.uid, self.group, self.folder = name, pid, uid, group, folder
         self.pidfd = os.pidfd_open(pid)
-        self.host_oom_kills = cgroups.host_oom_kills() if group is None else 0
+        self.ungrouped_kills = cgroups.KillCount() if group is None else None
 
 
 class Keeper:
@@ -249,11 +249,11 @@ class Keeper:
     def oom_kills(self, box: KeptBox) -> tuple[int, bool]:
         """Return (processes killed by the OOM killer, whether the sandbox's own limit may be the cause).
 
-        Without a control group there is no per-sandbox count: it then covers the whole host since startup.
+        Without a control group, the count covers everything in the keeper's own group.
         """
         if box.group is not None:
             return box.group.oom_kills()
-        return cgroups.host_oom_kills() - box.host_oom_kills, True
+        return box.ungrouped_kills.now() if box.ungrouped_kills is not None else 0, True
 
     def close(self) -> None:
         """End every sandbox and remove everything."""
