@@ -147,6 +147,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     collect_rarely()
     warnings.formatwarning = _visible_warning  # which may quote a sandbox or a server, as tracebacks may
+    terminates = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if terminates:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a command cleans up as after Ctrl-C
     try:
         app(args=list(argv) if argv is not None else None, prog_name="agentrl", standalone_mode=True)
     except AgentRLError as e:
@@ -172,6 +175,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
+        if terminates:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sys.excepthook = _show_traceback  # typer has set its own
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as a background job of a shell has it
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)  # nothing can catch it while Python ends

@@ -57,13 +57,13 @@ def start_run(
         RunStore.open(config, None if run_dir is None else Path(run_dir), fresh=fresh) as store,
         _warnings_noted(display, store),
     ):
-        if store.resumed:
-            display.note(f"resumes the run in {store.path}")
-        if store.changes:
-            display.note(f"changed settings: {'; '.join(map(str, store.changes))}")
-        display.phase("start")
-        display.within("importing torch")  # many seconds on a cold disk
         try:
+            if store.resumed:
+                display.note(f"resumes the run in {store.path}")
+            if store.changes:
+                display.note(f"changed settings: {'; '.join(map(str, store.changes))}")
+            display.phase("start")
+            display.within("importing torch")  # many seconds on a cold disk
             from agentrl.rollout.build import expect_engine
 
             expect_engine(config)

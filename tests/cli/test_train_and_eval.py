@@ -185,6 +185,18 @@ def test_a_stopped_run_goes_on_where_it_stopped(
     assert [line["step"] for line in read_metrics(run)] == list(range(steps + 1))  # 0: before training
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_stopped_while_it_imports_torch_says_how_to_start_it_again(tmp_path: Path, number: signal.Signals):
+    (tmp_path / "tools.yaml").write_text(YAML)
+    command = [sys.executable, "-m", "agentrl", "train", "tools.yaml"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as training:
+        assert training.stdout is not None
+        assert "start: importing torch\n" in iter(training.stdout.readline, "")
+        training.send_signal(number)
+        assert "note: aborted; agentrl train tools.yaml starts it again\n" in training.stdout.read()
+    assert training.returncode == 130
+
+
 def test_eval_plays_a_run_a_checkpoint_and_a_bare_model(agentrl: Callable[..., Done], trained: Path):
     run = next((trained / "runs").iterdir())
     result = agentrl("eval", run, "--split", "train", "--out", "e", cwd=trained)
