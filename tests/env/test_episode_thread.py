@@ -160,6 +160,17 @@ async def test_what_a_tool_yields_is_read_on_its_thread_and_within_its_time():
             raise LookupError("no more")
 
         @tool
+        async def asked(self, form: str) -> object:
+            """Give rows that are read only afterwards."""
+            found = self._read()
+            return found if form == "generator" else ToolResult(map(abs, found), metrics={"asked": 1.0})
+
+        @tool
+        async def asked_endlessly(self) -> Iterator[None]:
+            """Give rows without end."""
+            return map(time.sleep, itertools.repeat(0.01))
+
+        @tool
         def counted(self) -> ToolResult:
             """Give the rows with a metric."""
             return ToolResult(self._read(), metrics={"counted": 1.0})
@@ -187,6 +198,7 @@ async def test_what_a_tool_yields_is_read_on_its_thread_and_within_its_time():
 
     calls = [call("rows_of", form="generator"), call("rows_of", form="map"), call("partly")]
     calls += [call("endlessly"), call("in_c"), call("counted"), call("stops"), call("yields_stop")]
+    calls += [call("asked", form="generator"), call("asked", form="map"), call("asked_endlessly")]
     calls += [call("numbered"), call("ends")]
     episode = await play(Yielding(), Task("t", {}), ScriptedPolicy([*calls, "done"]))
     answers = [(record.outcome, record.result) for record in all_calls(episode)]
@@ -197,8 +209,10 @@ async def test_what_a_tool_yields_is_read_on_its_thread_and_within_its_time():
     assert answers[6][0] == "tool_exception"
     assert "cannot also return a value, and this one returned Stop: return a list" in str(answers[6][1])
     assert answers[7][0] == "tool_exception"
-    assert "yielded a Stop, which has no effect there: return it instead" in str(answers[7][1])
-    assert answers[8:] == [("ok", "[0, 1, 2]"), ("ok", "over after 4")]
+    assert "a Stop has an effect only if it is returned itself" in str(answers[7][1])
+    assert answers[8:10] == [("ok", "[0, 1, 2]")] * 2
+    assert answers[10] == ("tool_timeout", "Error: asked_endlessly timed out: no result after 0.2 s")
+    assert answers[11:] == [("ok", "[0, 1, 2]"), ("ok", "over after 4")]
     assert sum(turn.reward for turn in episode.turns) == 0.5
     assert not stuck()
 

@@ -4,6 +4,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 import pytest
@@ -275,6 +276,30 @@ async def test_what_the_policy_causes_is_an_observation_and_a_count(call, text, 
     await env.close()
     await env.close()
     assert env.closed == 1
+
+
+@dataclass
+class Held:
+    value: object
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda end: [end], lambda end: {"end": [end]}, lambda end: ("bye", end), Held, Stop]
+)
+@pytest.mark.parametrize("end", [Stop("bye", 1.0), ToolResult("bye", stop=True)])
+async def test_an_end_inside_another_value_is_an_error_not_text(wrap, end):
+    class Ends(ToolEnv):
+        @tool
+        def leave(self) -> object:
+            """Leave."""
+            return wrap(end)
+
+    env = await started(Ends())
+    observation, reward, *_, info = await env.step(calling(("leave", {})))
+    assert (info.calls[0].outcome, reward) == ("tool_exception", 0.0)
+    said = f"a {type(end).__name__} has an effect only if it is returned itself, not inside another value"
+    assert observation[0].content.endswith(said)
+    await env.close()
 
 
 async def test_an_infrastructure_error_is_no_observation():

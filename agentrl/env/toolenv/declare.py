@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar, overload
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, overload
+
+from pydantic_core import PydanticSerializationError, SchemaSerializer
+from pydantic_core.core_schema import any_schema, plain_serializer_function_ser_schema
 
 from agentrl.types import Image, Part
 
@@ -16,12 +19,23 @@ TOOL_MARK = "__agentrl_tool__"
 REWARD_MARK = "__agentrl_reward__"
 
 
+def _refuse_inside(value: object) -> Any:
+    raise PydanticSerializationError(
+        f"a {type(value).__name__} has an effect only if it is returned itself, not inside another value"
+    )
+
+
+_ALONE = SchemaSerializer(any_schema(serialization=plain_serializer_function_ser_schema(_refuse_inside)))
+"""What pydantic looks up to write an instance as JSON, wherever in a value it finds one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stop:
     """Returned by a tool: answer the call with `content`, add `reward`, and end the episode."""
 
     content: Content | Mapping[str, Any] = ""
     reward: float = 0.0
+    __pydantic_serializer__: ClassVar = _ALONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +49,7 @@ class ToolResult:
     reward: float = 0.0
     stop: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    __pydantic_serializer__: ClassVar = _ALONE
 
 
 @dataclass(frozen=True, slots=True)

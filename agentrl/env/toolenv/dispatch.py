@@ -168,15 +168,26 @@ def listed(function: Callable[..., object]) -> Callable[..., object]:
     return call
 
 
+async def call_and_read(
+    function: Callable[..., object],
+    arguments: Mapping[str, object],
+    timeout_s: float | None,
+    *,
+    inline: bool = False,
+    apart: bool = False,
+) -> Any:
+    """Call a tool as `call_function` does. An iterator that it returns is read, never on the event loop."""
+    value = await call_function(listed(function), arguments, timeout_s, inline=inline, apart=apart)
+    if not isinstance(value.content if isinstance(value, Stop | ToolResult) else value, Iterator):
+        return value
+    returned_by_async = functools.wraps(function)(lambda: value)
+    return await call_function(listed(returned_by_async), {}, timeout_s, apart=apart)
+
+
 def _read(value: Any) -> Any:
     if not isinstance(value, Iterator):
         return value
-    items = [item for item in _items(value)]  # noqa: C416  # no timeout can end `list` over an iterator written in C
-    for item in items:
-        if isinstance(item, ToolResult | Stop):
-            kind = type(item).__name__
-            raise TypeError(f"this function yielded a {kind}, which has no effect there: return it instead")
-    return items
+    return [item for item in _items(value)]  # noqa: C416  # no timeout can end `list` over an iterator written in C
 
 
 def _items(iterator: Any) -> Iterator[object]:
