@@ -12,8 +12,19 @@ from agentrl.algo.parameters import Named
 from agentrl.algo.ratio import LossOutput
 from agentrl.algo.step_data import Advantages, StepData
 
-Signal = Literal["sum", "parts", "turns"]
 Entry = TypeVar("Entry", "PolicyLoss", "Estimator")
+
+
+class Signal(NamedTuple):
+    """What of the rewards has to differ within a group for an advantage."""
+
+    of: Literal["sum", "parts", "turns"] = "sum"
+    """Their sums, their named parts, or those of turns."""
+    unweighted: frozenset[str] = frozenset()
+    """Parts that the advantage gives no weight."""
+
+
+SUM = Signal()
 
 
 class PolicyLoss(NamedTuple):
@@ -40,8 +51,8 @@ class Estimator(NamedTuple):
     """Fields of StepData that may not be None."""
     compares: bool = True
     """Whether an episode is compared with its siblings, so that equal rewards carry no signal."""
-    signal: Signal = "sum"
-    """What of the rewards has to differ within a group: their sums, their named parts, or those of turns."""
+    signal: Callable[[Any], Signal] = lambda config: SUM
+    """What has to differ within a group, with these parameters."""
 
 
 def entries_in(package: str, path: Iterable[str], kind: type[Entry]) -> dict[str, Entry]:

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.advantages.grpo import GRPO
 from agentrl.algo.correction import Correction, DriftGate
-from agentrl.algo.entries import Signal
+from agentrl.algo.entries import SUM, Signal
 from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.algo.losses.ppo_clip import PPOClip
 from agentrl.algo.parameters import (
@@ -245,7 +245,9 @@ class AlgorithmConfig(Section):
     @property
     def signal(self) -> Signal:
         """What of the rewards the advantage compares."""
-        return ESTIMATORS[self.advantage.name].signal if isinstance(self.advantage, Named) else "sum"
+        if not isinstance(self.advantage, Named):
+            return SUM
+        return ESTIMATORS[self.advantage.name].signal(self.advantage)
 
     @property
     def compares(self) -> bool:

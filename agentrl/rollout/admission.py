@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from agentrl.algo.entries import Signal
+from agentrl.algo.entries import SUM, Signal
 from agentrl.env.mixture import TaskSource
 from agentrl.env.solved import NOT_DECLARED
 from agentrl.errors import ConfigError
@@ -203,7 +203,7 @@ class Admission:
         return sorted(chosen, key=lambda t: t.place.order)
 
     def _has_signal(self, group: Group) -> bool:
-        return group_has_signal(group, self._signals.get(group.task.env, "sum"))
+        return group_has_signal(group, self._signals.get(group.task.env, SUM))
 
     def _report(self, chosen: Sequence[Ticket]) -> None:
         for ticket in chosen:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from agentrl.algo.entries import Signal
+from agentrl.algo.entries import SUM, Signal
 from agentrl.env.curriculum import has_signal
 from agentrl.run_folder.redraws import Redraws, fault_metrics
 from agentrl.types import LIMITS, Episode, Group, StopReason
@@ -100,15 +100,17 @@ def compared_parts(episode: Episode) -> dict[str, float]:
     return {**episode.rewards, **({"turns": turns} if turns else {})}
 
 
-def group_has_signal(group: Group, signal: Signal = "sum") -> bool:
+def group_has_signal(group: Group, signal: Signal = SUM) -> bool:
     """Whether the rewards of a group's episodes differ, or their named parts, or those of their turns."""
-    if has_signal([episode.reward or 0.0 for episode in group.episodes]):
+    parts = [compared_parts(episode) for episode in group.episodes]
+    uncounted = [sum(own.get(name, 0.0) for name in signal.unweighted) for own in parts]
+    if has_signal([(e.reward or 0.0) - own for e, own in zip(group.episodes, uncounted, strict=True)]):
         return True
-    if signal == "parts":
-        parts = [compared_parts(episode) for episode in group.episodes]
-        return any(has_signal([own.get(name, 0.0) for own in parts]) for name in {n for own in parts for n in own})
+    if signal.of == "parts":
+        names = {name for own in parts for name in own} - signal.unweighted
+        return any(has_signal([own.get(name, 0.0) for own in parts]) for name in names)
     turns = [[turn.reward for turn in episode.turns] for episode in group.episodes]
-    return signal == "turns" and any(map(any, turns)) and any(one != turns[0] for one in turns)
+    return signal.of == "turns" and any(map(any, turns)) and any(one != turns[0] for one in turns)
 
 
 def sampled_tokens(episode: Episode) -> int:
@@ -142,7 +144,7 @@ def episode_metrics(
         "infra_failures": float(failed),
         "malformed": float(sum(map(is_malformed, episodes))),
         "limits": float(sum(e.stop_reason in LIMITS for e in episodes)),
-        "groups_with_signal": float(sum(group_has_signal(g, signals.get(g.task.env, "sum")) for g in groups)),
+        "groups_with_signal": float(sum(group_has_signal(g, signals.get(g.task.env, SUM)) for g in groups)),
         "sampled_tokens": float(sum(map(sampled_tokens, (*episodes, *extra)))),
         "turns": _mean(len(e.turns) for e in episodes),
         "engine_seconds": _mean(t.engine_seconds for t in turns),

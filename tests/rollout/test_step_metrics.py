@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from agentrl.algo.entries import Signal
 from agentrl.rollout.episode_metrics import episode_metrics, passed, passed_at, set_aside, solved, staleness
 from agentrl.types import Episode, Group, Message, Segment, StopReason, Task, Turn
 
@@ -43,7 +44,7 @@ def test_a_signal_is_what_the_advantage_of_the_env_compares():
     parts = [replace(episode(), reward=0.0, rewards={"up": x, "down": -x}) for x in (0.25, 0.5)]
     groups = [Group(Task("t", env=name), tuple(parts)) for name in ("sums", "parts")]
     assert episode_metrics(groups)["groups_with_signal"] == 0
-    assert episode_metrics(groups, signals={"parts": "parts"})["groups_with_signal"] == 1
+    assert episode_metrics(groups, signals={"parts": Signal("parts")})["groups_with_signal"] == 1
     rounded = Group(TASK, (replace(episode(), reward=0.1 + 0.2), replace(episode(), reward=0.3)))
     assert episode_metrics([rounded])["groups_with_signal"] == 0, "rollout.refill_zero_signal replaces it"
 

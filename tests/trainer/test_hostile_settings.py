@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from agentrl.algo.advantages import ESTIMATORS
+from agentrl.algo.advantages.gdpo import GDPO
+from agentrl.algo.entries import Signal
 from agentrl.algo.step_data import StepData
 from agentrl.config.run import AlgorithmConfig, RunConfig
 from agentrl.errors import AgentRLError, ConfigError
@@ -240,11 +242,11 @@ def test_a_signal_is_what_the_advantage_compares():
     same = group(
         {"reward": 1.0, "rewards": {"a": 1.0, "b": 0.0}}, {"reward": 1.0, "rewards": {"a": 0.0, "b": 1.0}}
     )
-    assert [group_has_signal(same, kind) for kind in ("sum", "parts", "turns")] == [False, True, False]
+    assert [group_has_signal(same, Signal(kind)) for kind in ("sum", "parts", "turns")] == [False, True, False]
     equal = group({"reward": 1.0, "rewards": {"a": 1.0}}, {"reward": 1.0, "rewards": {"a": 1.0}})
-    assert [group_has_signal(equal, kind) for kind in ("sum", "parts", "turns")] == [False, False, False]
+    assert [group_has_signal(equal, Signal(kind)) for kind in ("sum", "parts", "turns")] == [False, False, False]
     absent = group({"reward": 1.0, "rewards": {"a": 1.0}}, {"reward": 1.0, "rewards": {"a": 1.0, "b": 0.0}})
-    assert not group_has_signal(absent, "parts"), "a missing part counts as 0"
+    assert not group_has_signal(absent, Signal("parts")), "a missing part counts as 0"
     turn = episode_of(Message("assistant", "hello")).turns[0]
     named = group(
         *(
@@ -256,9 +258,14 @@ def test_a_signal_is_what_the_advantage_compares():
             for name in ("a", "b")
         )
     )
-    assert not group_has_signal(named, "parts"), "all rewards of turns are one part"
+    assert not group_has_signal(named, Signal("parts")), "all rewards of turns are one part"
+    logged = group(*({"reward": 1.0 + b, "rewards": {"a": 1.0, "b": b}} for b in (0.1, 0.7)))
+    gdpo = [AlgorithmConfig(advantage=GDPO(weights={"b": weight})).signal for weight in (0.5, 0.0)]
+    assert [group_has_signal(logged, signal) for signal in gdpo] == [True, False], "b is only logged"
+    assert group_has_signal(same, gdpo[1]), "a differs, too"
     other = group({"reward": 1.0}, {"reward": 0.0})
-    assert [group_has_signal(other, kind) for kind in ("sum", "parts", "turns")] == [True, True, True]
+    assert group_has_signal(other, gdpo[1])
+    assert [group_has_signal(other, Signal(kind)) for kind in ("sum", "parts", "turns")] == [True, True, True]
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
@@ -281,7 +288,7 @@ def test_estimators_say_which_equal_rewards_have_a_signal(name: str):
         sum_pi_squared_N=torch.full((4,), 0.5, dtype=torch.float64),
     )
     found = entry.fn(step, entry.config()).advantages_N
-    assert bool(found.any()) == (entry.signal == "turns"), found
+    assert bool(found.any()) == (entry.signal(entry.config()).of == "turns"), found
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from agentrl.algo.advantages.grpo import Scale, grpo_advantages
-from agentrl.algo.entries import Estimator
+from agentrl.algo.entries import Estimator, Signal
 from agentrl.algo.late import Tensor, torch
 from agentrl.algo.parameters import Above0, Named
 from agentrl.algo.siblings import has_siblings
@@ -81,4 +81,8 @@ def gdpo_advantages(
     return torch.where(counts_E, whitened_E, torch.zeros_like(total_E))
 
 
-ENTRIES = {"gdpo": Estimator(gdpo, GDPO, ("components_EK",), signal="parts")}
+def _signal(config: GDPO) -> Signal:
+    return Signal("parts", frozenset(name for name, weight in config.weights.items() if weight == 0))
+
+
+ENTRIES = {"gdpo": Estimator(gdpo, GDPO, ("components_EK",), signal=_signal)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from agentrl.algo.entries import Estimator
+from agentrl.algo.entries import Estimator, Signal
 from agentrl.algo.late import Tensor, torch
 from agentrl.algo.parameters import Named
 from agentrl.algo.returns import Rows, index_in_sequence, return_to_go
@@ -95,5 +95,7 @@ def _beyond_siblings(length_E: Tensor, group_E: Tensor, sequence_N: Tensor, inde
 
 _NEEDS = ("old_logprobs_N", "sum_pi_squared_N")
 ENTRIES = {
-    "optimal_token_baseline": Estimator(optimal_token_baseline, OptimalTokenBaseline, _NEEDS, signal="turns")
+    "optimal_token_baseline": Estimator(
+        optimal_token_baseline, OptimalTokenBaseline, _NEEDS, signal=lambda config: Signal("turns")
+    )
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from agentrl.algo.advantages.grpo import grpo_advantages
-from agentrl.algo.entries import Estimator
+from agentrl.algo.entries import Estimator, Signal
 from agentrl.algo.late import Tensor, torch
 from agentrl.algo.parameters import Above0, Discount, Named
 from agentrl.algo.returns import index_in_sequence, return_to_go
@@ -91,4 +91,4 @@ def turn_advantages(
     return torch.where(has_siblings(group_E)[episode_K], advantages_K, torch.zeros_like(advantages_K))
 
 
-ENTRIES = {"turn_level": Estimator(turn_level, TurnLevel, ("turn_N",), signal="turns")}
+ENTRIES = {"turn_level": Estimator(turn_level, TurnLevel, ("turn_N",), signal=lambda config: Signal("turns"))}
