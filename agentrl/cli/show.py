@@ -178,7 +178,7 @@ def _unknown_calls(query: Query, calls: Collection[tuple[str, str]]) -> str:
     """What to say of a tool or an outcome that no call of the run has; empty if both occur."""
     from agentrl.suggest import did_you_mean
 
-    tools, outcomes = ({call[place] for call in calls} for place in (0, 1))
+    tools, outcomes = ({call[place] for call in calls} - {""} for place in (0, 1))
     for name, wanted, seen in (("--tool", query.tool, tools), ("--outcome", query.outcome, outcomes)):
         if wanted is not None and wanted not in seen:
             there = f"there are {', '.join(sorted(seen))}" if seen else "this run has no calls"

@@ -29,7 +29,7 @@ from agentrl.run_folder.tags import read_tags
 
 T = TypeVar("T")
 
-VERSION = 5
+VERSION = 6
 REGEX_S = 5.0
 """How long a search by regular expression may take; some patterns would take years."""
 MAX_TEXT = 4_000_000
@@ -60,7 +60,7 @@ class Query:
 
     Attributes:
         text: a part of what was said, in any case; a regular expression where `regex` is set.
-        outcome: of a call of `tool`, or of any tool.
+        outcome: of a call of `tool`, or of any tool; `parse_error` is that of a call without a tool.
         run: the path of one run.
         tag: of the runs to search.
     """
@@ -203,7 +203,8 @@ class Index:
         return Found(len(ids), cut, hits, 0.0)
 
     def calls(self) -> set[tuple[str, str]]:
-        """The tools that were called, each with the outcomes its calls had."""
+        """The tools that were called, each with the outcomes its calls had; without a name, one of calls that
+        could not be parsed."""
 
         def read() -> list[tuple[str]]:
             with self._open() as db:
@@ -404,6 +405,8 @@ def _row(line: bytes) -> tuple[object, ...]:
         for turn in episode["turns"]
         for call in turn.get("calls", ())
     ]
+    if any(turn["message"].get("parse_errors") for turn in episode["turns"]):
+        calls.append(f"{_UNIT}{_RECORD}parse_error{_UNIT}")
     reward = episode.get("reward")
     text = "\n".join(texts)
     body = text[:MAX_TEXT].replace("\0", " ").encode("utf-8", "replace").decode()  # SQL's `like` ends at a NUL

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.cli import main
 from agentrl.run_folder.records import EpisodeRecord
-from agentrl.types import Message, ToolCall
+from agentrl.types import Message, ToolCall, Turn
 from tests.view.runs import episode, make_run, write_step
 
 
@@ -67,6 +67,16 @@ def test_tool_and_outcome_belong_to_one_call(capsys, calc: Path):
     assert sorted(failed) == ["s1/g0/e1", "s1/g1/e2", "s3/g0/e1", "s3/g1/e2"]
     assert found(capsys, calc, "--tool", "web") == []
     assert found(capsys, calc, "--step", 1, "--outcome", "tool_exception") == ["s1/g0/e1", "s1/g1/e2"]
+
+
+def test_a_call_that_could_not_be_parsed_is_an_outcome_of_no_tool(capsys, calc: Path):
+    unread = Message("assistant", "<tool_call>{", parse_errors=("tool call 1: not valid JSON",))
+    wrote = replace(episode("s4/unread"), turns=(Turn(unread, (), 0.0, "stop", 5, 0.1, 0.0),))
+    write_step(calc, 4, [EpisodeRecord(4, 0, wrote, (1.0,))])
+    assert found(capsys, calc, "--outcome", "parse_error") == ["s4/unread"]
+    assert found(capsys, calc, "--outcome", "parse_error", "--tool", "calculator") == []
+    hint = run(capsys, "show", calc, "--tool", "web")[2]
+    assert hint == "--tool web: no call in this run has it; there are calculator\n"
 
 
 def test_calls_that_nobody_made_are_named(capsys, calc: Path):

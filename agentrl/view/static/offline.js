@@ -31,7 +31,8 @@ function matcher(query) {
 	return (e) => {
 		const reward = e.rewards?.total ?? null;
 		const tool = query.get("tool"), outcome = query.get("outcome");
-		if ((tool || outcome) && !e.calls.some((c) => (!tool || c.name === tool) && (!outcome || c.outcome === outcome))) return null;
+		const unread = outcome === "parse_error" && !tool && e.messages.some((m) => m.parse_errors?.length);
+		if ((tool || outcome) && !unread && !e.calls.some((c) => (!tool || c.name === tool) && (!outcome || c.outcome === outcome))) return null;
 		if (query.get("stop") && e.stop_reason !== query.get("stop")) return null;
 		if (query.get("task") && String(e.task) !== query.get("task")) return null;
 		if (query.get("reward_min") && !(reward !== null && reward >= bound("reward_min"))) return null;
