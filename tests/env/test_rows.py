@@ -188,3 +188,27 @@ def test_a_parquet_file_that_is_none_is_named(tmp_path):
         list(read_rows(path))
     with pytest.raises(ConfigError, match=r"x\.parquet: not a parquet file"):
         count_rows(path)
+
+
+def test_keys_that_other_rows_have_are_missing_in_columns_as_in_lines(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    class Shop(ToolEnv):
+        def setup(self, stock: dict[str, int], steps: list, hint: str = "none") -> str:
+            return hint
+
+    class Needs(ToolEnv):
+        def setup(self, stock: dict, steps: list, hint: str | None) -> str:
+            return str(hint)
+
+    given = [
+        {"stock": {"apple": 1}, "steps": [{"do": "look"}, {"do": "buy", "what": "apple"}]},
+        {"stock": {"pear": 2}, "steps": [], "hint": "look"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, given)))
+    table = pyarrow.Table.from_pylist([{"hint": None, **row} for row in given])
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    assert "'pear': None" in str(next(read_rows(tmp_path / "rows.parquet"))), "as it is stored"
+    found = [load_rows(tmp_path / name, Shop) for name in ("rows.jsonl", "rows.parquet")]
+    assert [[task.row for task in tasks] for tasks in found] == [given, given]
+    assert [task.row["hint"] for task in load_rows(tmp_path / "rows.parquet", Needs)] == [None, "look"]
