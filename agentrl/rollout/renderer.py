@@ -91,5 +91,6 @@ def check_renderer(renderer: Renderer, checkpoint: Path) -> None:
     if trained != renderer.hash:
         raise CheckpointError(
             f"{checkpoint}: was trained with another tokenizer, chat template, parser or history (renderer hash "
-            f"{trained}, here {renderer.hash}): undo the change, or start over with --fresh"
+            f"{trained}, here {renderer.hash}): undo the change; to train with it, start the run over with "
+            "--fresh, in Python fresh=True"
         )

@@ -529,7 +529,7 @@ def _require_run_folder(path: Path) -> None:
     """Raises ConfigError for a folder that holds other things than a run: it must not be moved."""
     others = sorted(child.name for child in path.iterdir() if not child.name.startswith("."))
     if others and not (path / "config.yaml").is_file():
-        hint = "give another `name`, or `--run-dir`"
+        hint = "give another `name`, or another folder with --run-dir, in Python run_dir="
         raise ConfigError(f"{path}: is not a run folder (it holds {', '.join(others[:3])}); {hint}")
 
 

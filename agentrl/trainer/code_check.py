@@ -78,7 +78,8 @@ def check_code(config: RunConfig, content: Content, store: RunStore, *, accept: 
             copy = store.path / "checkpoints" / f"step-{step}" / TASKS_FILE
             raise CheckpointError(
                 f"{e}; without the digests in it, nobody knows whether the tasks changed since step {step}: "
-                f"replace it with {copy}, or confirm with --accept-code that they did not"
+                f"replace it with {copy}, or confirm with --accept-code, in Python "
+                "accept_code=True, that they did not"
             ) from None
         rows = [f"the tasks may differ: {e}"]
     if (code or (rows and not expected)) and not accept:

@@ -176,7 +176,9 @@ def test_runs_without_a_name_get_new_ones_and_fresh_moves_only_its_own_folder():
     assert [Path(run.run).name for run in (first, second)] == ["calculator-1", "calculator-2"]
     Path("mine").mkdir()
     Path("mine/thesis.txt").write_text("years of work")
-    with pytest.raises(agentrl.ConfigError, match=r"is not a run folder \(it holds thesis.txt\)"):
+    with pytest.raises(
+        agentrl.ConfigError, match=r"is not a run folder \(it holds thesis.txt\).* in Python run_dir="
+    ):
         agentrl.train_blocking(SMALL, run_dir="mine", fresh=True)
     with pytest.raises(agentrl.ConfigError, match="is not a run folder"):
         agentrl.train_blocking(SMALL, run_dir="runs", fresh=True)

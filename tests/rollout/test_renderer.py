@@ -29,5 +29,6 @@ def test_the_same_renderer_is_accepted_and_so_is_a_bare_model(renderer: Renderer
 def test_another_template_is_refused_with_both_hashes(renderer: Renderer, tmp_path: Path):
     other = Renderer(renderer.vocabulary, CHATML_TEMPLATE.replace("# Tools", "# Functions"))
     (tmp_path / RENDERER_FILE).write_text(json.dumps({"hash": other.hash}))
-    with pytest.raises(CheckpointError, match=f"renderer hash {other.hash}, here {renderer.hash}"):
+    with pytest.raises(CheckpointError, match=f"renderer hash {other.hash}, here {renderer.hash}") as refused:
         check_renderer(renderer, tmp_path)
+    assert str(refused.value).endswith("start the run over with --fresh, in Python fresh=True")
