@@ -187,6 +187,24 @@ def test_an_advantage_of_your_own_that_reads_what_it_did_not_declare_starts_no_r
         make_estimator(AlgorithmConfig.model_validate(own))
 
 
+@pytest.mark.parametrize(
+    ("std", "rewards"),
+    [("((r - r.mean()) ** 2).sum().div(len(r) - 1) + 1e-6", "1"), ("r.std(unbiased=False)", "0.5, 0.5")],
+)
+def test_an_advantage_of_your_own_takes_groups_of_one_and_of_equal_rewards(tmp_path: Path, std: str, rewards: str):
+    text = f"""
+def compared(step):
+    out = step.rewards_E.clone()
+    for group in step.group_E.unique():
+        r = step.rewards_E[step.group_E == group]
+        out[step.group_E == group] = (r - r.mean()) / ({std})
+    return out[step.sequence_N]
+"""
+    (tmp_path / "own.py").write_text(text)
+    with pytest.raises(ConfigError, match=f"some are not finite, first in a group with the rewards {rewards}$"):
+        make_estimator(AlgorithmConfig.model_validate({"advantage": f"{tmp_path}/own.py:compared"}))
+
+
 def test_a_weight_that_was_asked_for_is_there(tmp_path: Path):
     own = {"advantage": f"{tmp_path}/functions.py:corrected", "correction": {"importance": "token"}}
     trained(words(tmp_path, steps=1, algorithm=own), tmp_path / "run")
