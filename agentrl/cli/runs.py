@@ -54,7 +54,7 @@ def runs(
     for run in found["runs"]:
         steps = "" if run["steps"] is None else f"/{run['steps']}"
         table.add_row(
-            *(_text(_inside(Path(run["path"]), folder.resolve())), _text(run["status"])),
+            *(_text(_inside(Path(run["path"]), folder)), _text(run["status"])),
             *([_text(" ".join(run["tags"]))] if tags else []),
             _text(f"{run['step']}{steps}"),
             *(_number(run["held_out_before"]), _number(run["held_out_after"]), _time(run["wall_seconds"])),
@@ -63,10 +63,13 @@ def runs(
 
 
 def _inside(path: Path, folder: Path) -> str:
-    """The path of a run in a folder, or its name if it is the folder itself."""
-    if path == folder:
+    """The path of a run in a folder, through a link in it or not, or its name if it is the folder itself."""
+    if path == folder.resolve():
         return path.name
-    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+    names = {each.resolve(): each.name for each in folder.iterdir()}
+    return next(
+        (str(Path(names[up], path.relative_to(up))) for up in (path, *path.parents) if up in names), str(path)
+    )
 
 
 def tag(

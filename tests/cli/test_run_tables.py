@@ -180,6 +180,15 @@ def test_runs_lists_the_runs_of_a_folder(capsys, calc: Path):
     assert [r["name"] for r in said["runs"]] == ["calc", "evil[red]\x1b"]
 
 
+def test_a_run_behind_a_link_has_the_name_of_the_link(capsys, tmp_path: Path):
+    run_folder, linked = make_run(tmp_path / "disk"), tmp_path / "runs"
+    linked.mkdir()
+    (linked / "mine").symlink_to(run_folder)
+    (linked / "gone").symlink_to(tmp_path / "nowhere")
+    assert run(capsys, "runs", linked)[1].splitlines()[1].split()[0] == "mine"
+    assert run(capsys, "runs", linked / "mine")[1].splitlines()[1].split()[0] == run_folder.name
+
+
 def test_runs_and_compare_refuse_what_is_no_run(capsys, tmp_path: Path, calc: Path):
     (tmp_path / "empty").mkdir()
     for words in (
