@@ -123,6 +123,8 @@ def _place_error(error: Exception) -> str | None:
             f"can't start new thread: {threading.active_count()} are running in this process; raise the limit of "
             "processes (ulimit -u, or the container's) or of memory (ulimit -v), and run the same command again"
         )
+    if isinstance(error, ImportError) and "failed to map segment" in str(error):  # as dlopen says it
+        return f"{error}: there is no memory left to load it; raise the limit of memory (ulimit -v)"
     error = file_error(error)
     if isinstance(error, FileNotFoundError):
         try:

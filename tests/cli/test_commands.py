@@ -733,6 +733,10 @@ class TestDoctor:
         (OSError(13, "Permission denied", "runs/a"), "runs/a: Permission denied"),
         (SafetensorError("I/O error: No space left on device (os error 28)"), "No space left on device; free"),
         (RuntimeError("can't start new thread"), "can't start new thread: "),
+        (
+            ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+            "libtorch_cpu.so: failed to map segment from shared object: there is no memory left to load it",
+        ),
     ],
 )
 def test_an_error_of_the_machine_is_one_line(error: Exception, said: str, monkeypatch, capsys):

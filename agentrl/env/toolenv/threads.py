@@ -371,7 +371,8 @@ def _lease_worker() -> _Worker:
         _forget(worker)
         raise InfraError(
             f"no thread for the plain methods of an episode: {e} ({threading.active_count()} are running); "
-            "play fewer episodes at a time, raise the limit of processes (ulimit -u), or make the methods async"
+            "play fewer episodes at a time, raise the limit of processes (ulimit -u) or of memory (ulimit -v), or "
+            "make the methods async"
         ) from e
     return worker
 
