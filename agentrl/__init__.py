@@ -6,7 +6,14 @@ The names below are imported when they are first used, so that `import agentrl` 
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
+
+if not os.path.isdir(os.path.dirname(__file__)):
+    raise ImportError(
+        f"agentrl cannot be imported from an archive ({__file__}), because it reads files next to its modules: "
+        "install the wheel with pip, or unpack it"
+    )
 
 if TYPE_CHECKING:
     from agentrl.config.load import load_config as load_config

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import typing
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,15 @@ def test_type_checkers_report_a_name_that_is_not_there():
     tree = ast.parse(Path(agentrl.__file__).read_text(encoding="utf-8"))
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     assert "__getattr__" not in functions, "under it, every name exists for them; hide it from TYPE_CHECKING"
+
+
+def test_an_archive_on_the_path_is_refused(tmp_path: Path):
+    archive = tmp_path / "agentrl.whl"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.write(agentrl.__file__, "agentrl/__init__.py")
+    command = [sys.executable, "-P", "-c", "import sys; sys.path.insert(0, sys.argv[1]); import agentrl", archive]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={})
+    assert "agentrl cannot be imported from an archive" in result.stderr.splitlines()[-1]
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():
