@@ -20,6 +20,15 @@ def in_event_loop() -> bool:
     return False
 
 
+def expect_asyncio(call: str, instead: str) -> None:
+    """Raises RuntimeError if another event loop runs, such as trio's."""
+    if not in_event_loop():
+        raise RuntimeError(
+            f"{call} needs the event loop of asyncio; under another one, {instead} in a thread "
+            "(trio.to_thread.run_sync)"
+        )
+
+
 class Worker(Generic[T]):
     """A call on a separate thread, whose result or exception is returned to the caller.
 

@@ -16,7 +16,7 @@ from agentrl.env.mixture import TaskSource
 from agentrl.errors import ConfigError, first_error
 from agentrl.extras import require
 from agentrl.models.tiny import make_tiny_model
-from agentrl.python.blocking import iterate
+from agentrl.python.blocking import expect_asyncio, iterate
 from agentrl.python.configure import configure
 from agentrl.python.training import RunSettings
 from agentrl.reporting.report import Silent
@@ -47,6 +47,7 @@ class Rollouts:
     num_groups: int
 
     def __aiter__(self) -> AsyncIterator[Group]:
+        expect_asyncio("`async for` over agentrl.rollouts", "use `for`")
         return _play(self)
 
     def __iter__(self) -> Iterator[Group]:

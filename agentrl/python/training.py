@@ -44,7 +44,11 @@ async def train(
 
     Raises:
         ConfigError: the configuration, the env or the model is invalid, or the folder contains something else.
+        RuntimeError: it was not awaited under asyncio.
     """
+    from agentrl.python.blocking import expect_asyncio
+
+    expect_asyncio("`await agentrl.train(...)`", "call agentrl.train_blocking")
     stop = StopRequest()
     ready = configure(config)
     call = partial(start_run, run_dir=run_dir, fresh=fresh, accept_code=accept_code, again="the same call")

@@ -308,6 +308,14 @@ def test_an_object_of_a_notebook_is_named_in_another_process():
 
 
 @pytest.mark.timeout(60)
+def test_another_event_loop_than_asyncio_s_is_refused_with_what_works_under_it():
+    """As trio does, step the coroutine without asyncio's loop."""
+    with pytest.raises(RuntimeError, match=r"asyncio; under another one, call agentrl.train_blocking in a thread"):
+        agentrl.train(SMALL).send(None)
+    with pytest.raises(RuntimeError, match=r"asyncio; under another one, use `for` in a thread"):
+        aiter(agentrl.rollouts(SMALL, 1))
+
+
 def test_rollouts_need_no_trainer():
     asked = agentrl.rollouts(SMALL, 3)
 
