@@ -9,6 +9,7 @@ import random
 import re
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -102,6 +103,17 @@ def test_the_strict_filter_has_no_sockets_and_no_uncounted_memory() -> None:
     program = kernel.seccomp_filter(network=False, shared_memory=False)
     for name in ("socket", "memfd_create", "shmget", "msgget", "semget", "mq_open"):
         assert run_filter(program, calls[name], (1, 1, 0)) == EPERM, name
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_without_unix_sockets_there_are_pairs_but_not_of_datagrams(network: bool) -> None:
+    program = kernel.seccomp_filter(network=network, shared_memory=False, unix=False)
+    pair = kernel.machine()[1]["socketpair"]
+    flags = socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+    for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+        assert run_filter(program, pair, (1, kind | flags, 0)) == ALLOW
+    for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW):
+        assert run_filter(program, pair, (1, kind, 0)) == run_filter(program, pair, (1, kind | flags, 0)) == EPERM
 
 
 def test_frames_survive_any_cutting() -> None:

@@ -362,6 +362,15 @@ for address in (sys.argv[1], "\\0" + sys.argv[1]):
 socket.socket(socket.AF_INET).connect(("127.0.0.1", int(sys.argv[2])))
 a, b = socket.socketpair()
 """
+    datagrams = """
+import socket, sys
+try:
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    pair[0].sendto(b"from inside", sys.argv[1])
+    print("sent to", sys.argv[1])
+except OSError:
+    pass
+"""
     folder = tempfile.mkdtemp(prefix="agentrl-")  # which every user may enter, unlike tmp_path
     os.chmod(folder, 0o755)
     path = f"{folder}/s"
@@ -376,6 +385,14 @@ a, b = socket.socketpair()
                 spec = replace(spec_for(name), network=True)
                 async with SandboxPool(spec, min_idle=0) as pool, pool.lease() as box:
                     found = await box.python(code, argv=[path, str(server.getsockname()[1])])
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagram:
+                datagram.bind(f"{folder}/d")
+                os.chmod(f"{folder}/d", 0o777)
+                for network in (False, True):
+                    spec = replace(spec, network=network)
+                    async with SandboxPool(spec, min_idle=0) as pool, pool.lease() as box:
+                        sent = await box.python(datagrams, argv=[f"{folder}/d"])
+                    assert (sent.stdout, sent.exit_code) == (b"", 0), sent
         assert (found.stdout, found.exit_code) == (b"", 0), found
     finally:
         shutil.rmtree(folder)

@@ -29,15 +29,15 @@ MNT_DETACH = 2
 
 X86_64 = {
     "clone": 56, "pivot_root": 155, "mount_setattr": 442, "capset": 126, "landlock_create_ruleset": 444,
-    "landlock_add_rule": 445, "landlock_restrict_self": 446, "socket": 41, "mknod": 133, "mknodat": 259,
-    "prlimit64": 302, "setpriority": 141, "sched_setaffinity": 203, "sched_setscheduler": 144,
+    "landlock_add_rule": 445, "landlock_restrict_self": 446, "socket": 41, "socketpair": 53, "mknod": 133,
+    "mknodat": 259, "prlimit64": 302, "setpriority": 141, "sched_setaffinity": 203, "sched_setscheduler": 144,
     "sched_setparam": 142, "sched_setattr": 314, "ioprio_set": 251, "ioctl": 16, "clone3": 435,
     "memfd_create": 319, "shmget": 29, "msgget": 68, "semget": 64, "mq_open": 240, "kill": 62, "tkill": 200,
     "tgkill": 234, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297,
 }  # fmt: skip
 AARCH64 = {
     "clone": 220, "pivot_root": 41, "mount_setattr": 442, "capset": 91, "landlock_create_ruleset": 444,
-    "landlock_add_rule": 445, "landlock_restrict_self": 446, "socket": 198, "mknodat": 33,
+    "landlock_add_rule": 445, "landlock_restrict_self": 446, "socket": 198, "socketpair": 199, "mknodat": 33,
     "prlimit64": 261, "setpriority": 140, "sched_setaffinity": 122, "sched_setscheduler": 119,
     "sched_setparam": 118, "sched_setattr": 274, "ioprio_set": 30, "ioctl": 29, "clone3": 435,
     "memfd_create": 279, "shmget": 194, "msgget": 186, "semget": 190, "mq_open": 180, "kill": 129, "tkill": 130,
@@ -230,6 +230,12 @@ def seccomp_filter(*, network: bool, shared_memory: bool, unix: bool = True, mor
         )  # fmt: skip
     else:
         rule("socket", (ret, 0, 0, eperm))
+    if not unix:
+        # Pairs of type SOCK_STREAM 1 and SOCK_SEQPACKET 5. One of datagrams could send them to any address.
+        rule(
+            "socketpair", (ld, 0, 0, arg(1)), (and_, 0, 0, 0xF), (jeq, 2, 0, 1), (jeq, 1, 0, 5),
+            (ret, 0, 0, eperm), (ret, 0, 0, allow),
+        )  # fmt: skip
     for name, index in (("mknod", 1), ("mknodat", 2)):
         rule(
             name, (ld, 0, 0, arg(index)), (and_, 0, 0, 0xF000), (jeq, 1, 0, 0x2000), (jeq, 0, 1, 0x6000),
