@@ -90,7 +90,6 @@ def build(
     _etc(root, uid, gid)
     kernel.pivot_root(root)
     kernel.mount("none", "/", None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | quiet)
-    os.umask(0o022)
     kernel.check(kernel.libc.sethostname(hostname.encode(), len(hostname)), "sethostname")
     return writable_proc
 

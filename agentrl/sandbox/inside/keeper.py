@@ -417,6 +417,7 @@ def main(control_fd: int, parent: int) -> None:
     os.closerange(control + 1, 1 << 20)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setsid()
+    os.umask(0o022)  # the users of sandboxes must be able to enter what this one builds for them
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     gc.collect()
     gc.freeze()
