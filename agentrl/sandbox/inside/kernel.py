@@ -327,6 +327,7 @@ def fence(*, signals: bool = True) -> None:
     Args:
         signals: also from signaling them.
     """
+    prctl(PR_SET_NO_NEW_PRIVS, 1)  # without it, only root could
     _restrict(REFER, [("/", REFER)], scopes=2 if signals else 0)  # this must not prevent moving files
 
 
