@@ -115,6 +115,31 @@ def test_an_ordinary_user_takes_the_group_it_was_given(tmp_path: Path, monkeypat
     assert cgroups._delegated(str(tmp_path)) == str(tmp_path)
 
 
+def test_the_next_keeper_of_a_program_that_stepped_aside_takes_the_same_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("0::/user/agentrl-others/agentrl-others\n")
+    monkeypatch.setattr("builtins.open", lambda path, *args, real=open: real(own, *args))
+    given = f"{tmp_path}/user"
+    monkeypatch.setattr(cgroups.os, "access", lambda path, mode: path.startswith(given))
+    assert cgroups._delegated(str(tmp_path)) == given
+
+
+def test_nothing_is_left_where_only_some_controllers_can_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {name: tmp_path / name for name in cgroups.CONTROLLERS}
+    monkeypatch.setattr(cgroups, "_mounts", lambda: ({name: str(place) for name, place in places.items()}, None))
+    for name in ("memory", "cpu"):
+        places[name].mkdir()
+    places["pids"].touch()  # no folder: no group can be made in it, whoever tries
+    groups = cgroups.Groups()
+    assert groups.controllers == []
+    assert groups.why_not == f"{tmp_path}/pids/agentrl: Not a directory"
+    assert list(places["memory"].iterdir()) == []
+
+
 def test_kills_are_counted_in_the_group_of_this_process_alone(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, host = tree / "memory.events.local", tree / "vmstat"
     own.write_text("oom 1\noom_kill 3\n")

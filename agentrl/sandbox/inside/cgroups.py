@@ -11,6 +11,8 @@ from .leftovers import is_stale, run_name
 from .tree import event_count
 
 CONTROLLERS = ("memory", "pids", "cpu")
+ASIDE = "agentrl-others"
+"""Where version 2 moves the members of a group that has groups with controllers below it."""
 HOST_EVENTS = "/proc/vmstat"
 """Counts the OOM kills of the whole host since it started."""
 
@@ -36,6 +38,8 @@ def _delegated(mount: str) -> str:
         return mount
     with open("/proc/self/cgroup") as f:
         own = next((line.rstrip("\n")[3:] for line in f if line.startswith("0::")), "/")
+    while os.path.basename(own) == ASIDE:  # an earlier keeper has moved this program there
+        own = os.path.dirname(own)
     place = f"{mount}{own}".rstrip("/")
     return place if os.access(f"{place}/cgroup.subtree_control", os.W_OK) else mount
 
@@ -48,7 +52,7 @@ def _hand_down(place: str, enable: str) -> None:
     except OSError as error:
         if error.errno != errno.EBUSY:  # only the root group may have both members and controllers
             raise
-    os.makedirs(f"{place}/agentrl-others", exist_ok=True)
+    os.makedirs(f"{place}/{ASIDE}", exist_ok=True)
     for _ in range(100):  # members may fork meanwhile
         with open(f"{place}/cgroup.procs") as f:
             members = f.read().split()
@@ -56,7 +60,7 @@ def _hand_down(place: str, enable: str) -> None:
             break
         for pid in members:
             with contextlib.suppress(ProcessLookupError):
-                _write(f"{place}/agentrl-others/cgroup.procs", pid)
+                _write(f"{place}/{ASIDE}/cgroup.procs", pid)
     _write(f"{place}/cgroup.subtree_control", enable)
 
 
@@ -105,6 +109,7 @@ class Groups:
             self._find()
         except OSError as error:
             self.why_not = f"{error.filename}: {error.strerror}"
+            self.close()
             self.bases = {}
 
     @property
@@ -132,14 +137,14 @@ class Groups:
         else:
             self.why_not = "no cgroup file system is mounted"
             return
-        for root in set(roots.values()):
+        self.bases = {name: f"{root}/{run_name()}" for name, root in roots.items()}
+        for root in dict.fromkeys(roots.values()):
             run = f"{root}/{run_name()}"
             _make_run(run)
             if self.version == 2:
                 for group in (root, run):
                     _write(f"{group}/cgroup.subtree_control", enable)
             _sweep(root)
-        self.bases = {name: f"{root}/{run_name()}" for name, root in roots.items()}
 
     def create(self, name: str, *, memory_mb: int, pids: int, cpus: float | None) -> ControlGroup:
         """Create a group with its limits.
