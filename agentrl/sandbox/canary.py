@@ -124,7 +124,10 @@ async def probe(spec: Sandbox, backend: Backend, box: Box) -> Capabilities:
     found = cast(dict[str, Any], json.loads(result.stdout))
     always, possible = backend.promises()
     seen = {name for name in PROMISES if found.get(name, True)}
-    notes = {} if box.facts.get("counted", True) else {"memory": WATCHED}
+    notes = {}
+    if not box.facts.get("counted", True):
+        why = getattr(backend, "why_no_cgroup", "")
+        notes["memory"] = f"no control group{f' ({why})' if why else ''}: {WATCHED}"
     if "own_quotas" not in always:
         notes["own_quotas"] = SHARED_USER
     kept = frozenset((always | possible) & seen)

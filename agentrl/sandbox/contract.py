@@ -46,8 +46,7 @@ USER_RLIMITS = {"SIGPENDING": 1024, "MSGQUEUE": 1 << 20}
 """Resources that the kernel counts per user and that one sandbox must not exhaust for that user."""
 
 WATCHED = (
-    "no control group: watched every 20 ms and limited per process; page tables and the buffers of pipes and "
-    "sockets are not counted"
+    "watched every 20 ms and limited per process; page tables and the buffers of pipes and sockets are not counted"
 )
 """Why such back-ends do not promise `memory`."""
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from agentrl.sandbox import bundle
-from agentrl.sandbox.contract import PROMISES, USER_RLIMITS, WATCHED, Sandbox
+from agentrl.sandbox.contract import PROMISES, USER_RLIMITS, Sandbox
 from agentrl.sandbox.errors import SandboxUnavailable
 from agentrl.sandbox.link import StreamLink
 
@@ -103,6 +103,7 @@ class LocalBackend:
         self._boxes: dict[str, LocalProcess] = {}
         self.controllers: frozenset[str] = frozenset()
         self.why_no_cgroup = ""
+        """What keeps sandboxes here from having control groups."""
 
     async def open(self) -> None:
         """Start the keeper.
@@ -298,12 +299,6 @@ class LocalBackend:
         if self.spec.run_as or os.getuid() != 0:  # only root can give each sandbox a separate user
             always -= {"own_quotas"}
         return always, (always | more) & frozenset(PROMISES)
-
-    def notes(self) -> dict[str, str]:
-        """Describe how memory is limited here."""
-        if "memory" in self.controllers:
-            return {"memory": "control group"}
-        return {"memory": f"{WATCHED} ({self.why_no_cgroup})"}
 
 
 def _own_interpreter() -> str:

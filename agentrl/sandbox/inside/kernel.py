@@ -137,7 +137,8 @@ def clone(flags: int) -> int:
         return 0
     api.PyOS_AfterFork_Parent()
     if pid < 0:
-        raise OSError(code, f"clone with flags {flags:#x}: {os.strerror(code)}")
+        why = "a limit in /proc/sys/user is reached" if code == errno.ENOSPC else os.strerror(code)
+        raise OSError(code, f"clone with flags {flags:#x}: {why}")
     return int(pid)
 
 
