@@ -101,7 +101,10 @@ async def still_answers(box: Box) -> None:
 
 class TestWhatAProgramBreaks:
     async def test_a_home_that_nobody_may_enter(self, box: Box) -> None:
-        assert (await box.run("chmod 000 ~")).ok
+        locked = await box.run("chmod 000 ~")
+        if os.getuid() != 0 and "Operation not permitted" in locked.error_text():
+            pytest.skip("an ordinary user's landlock refuses it")
+        assert locked.ok
         await still_answers(box)
         assert len(await file_operations(box)) == 9
         session = await box.session("bash")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -48,6 +49,9 @@ def test_every_row_says_which_suite_was_run_and_no_row_holds_more_than_that() ->
 @pytest.mark.parametrize("name", NAMES)
 async def test_kernel_objects_and_shared_files_go_when_the_page_says(name: str) -> None:
     async with SandboxPool(spec_for(name), min_idle=0) as pool, pool.lease() as box:
+        assert pool.capabilities is not None
+        if os.getuid() != 0 and "memory" not in pool.capabilities.kept:
+            pytest.skip("no control group: System V objects are refused")
         assert (await box.python(MAKE)).text() == "True\n"
         assert (await box.python(LOOK)).text() == "False False\n"
         async with await box.session("bash") as shell:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -239,5 +240,8 @@ def theatre(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 )
 def test_check(theatre: Theatre, check: Check) -> None:
     """The hostile programs meet the same supervisor as on the serving machine; all else crosses the wire."""
-    assert not_promised(check, theatre.stage) is None
+    missing = not_promised(check, theatre.stage)
+    if missing == "memory" and os.getuid() != 0:
+        pytest.skip("no control group")
+    assert missing is None
     theatre.result(check)

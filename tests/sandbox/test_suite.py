@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -60,6 +61,8 @@ def test_check(theatre: Theatre, check: Check, request: pytest.FixtureRequest) -
 
 def test_no_promise_has_been_lost(theatre: Theatre, request: pytest.FixtureRequest) -> None:
     name = request.node.callspec.params["theatre"]
+    if os.getuid() != 0 and f"{name}_user" in NOT_PROMISED:
+        name += "_user"
     left_out = [check.name for check in CHECKS if not_promised(check, theatre.stage)]
     assert len(left_out) == NOT_PROMISED[name], left_out
 

@@ -34,7 +34,8 @@ async def play(stage: Stage, program: Hostile) -> ExecResult:
         order = stage.order(token=token, peer_home=peer.home)
         result = await box.python(PRELUDE + program.code, stdin=order, wall_s=program.wall_s)
         expect(b"STARTED" in result.stdout, f"did not start: {result}")
-        expect(b"ESCAPED" not in result.stdout, f"{program.name}: {result.text()[-800:]}")
+        said = result.text()
+        expect("ESCAPED" not in said, f"{program.name}: {said[said.find('ESCAPED') :][:800]}")
         if program.after is not None:
             await program.after(stage, box, result, token)
         again = await box.python("print(6 * 7)")
