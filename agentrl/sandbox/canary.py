@@ -80,7 +80,9 @@ disk = os.statvfs(".")
 bounded = disk.f_blocks * disk.f_frsize <= order["workspace_mb"] << 20
 found["disk"] = bounded and 0 < disk.f_files <= order["inodes"] + 10  # 0: nobody counts (gVisor)
 soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-found["pids"] = 0 < hard < 60000
+found["pids"] = 0 < soft < 60000 and (
+    soft == hard or refused(lambda: resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard)))
+)
 for path in ("/sys/fs/cgroup/pids/pids.max", "/sys/fs/cgroup/pids.max"):
     try:
         with open(path) as f:

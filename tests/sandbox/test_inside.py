@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import binascii
+import errno
 import marshal
 import os
 import random
 import re
+import resource
 import select
 import signal
 import socket
@@ -114,6 +116,47 @@ def test_without_unix_sockets_there_are_pairs_but_not_of_datagrams(network: bool
         assert run_filter(program, pair, (1, kind | flags, 0)) == ALLOW
     for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW):
         assert run_filter(program, pair, (1, kind, 0)) == run_filter(program, pair, (1, kind | flags, 0)) == EPERM
+
+
+def test_where_a_user_is_shared_its_limits_and_attributes_are_out_of_reach() -> None:
+    calls, unsupported = kernel.machine()[1], 0x00050000 | errno.EOPNOTSUPP
+    shared, own = (kernel.shared_user_filter(own_user=own_user) for own_user in (False, True))
+    nproc, nofile = resource.RLIMIT_NPROC, resource.RLIMIT_NOFILE
+    assert run_filter(shared, calls["setrlimit"], (nproc, 1)) == EPERM
+    assert run_filter(shared, calls["setrlimit"], (nofile, 1)) == ALLOW
+    assert run_filter(shared, calls["prlimit64"], (0, nproc, 0, 1)) == ALLOW
+    for address in (1, 1 << 32, (1 << 47) - 8):
+        assert run_filter(shared, calls["prlimit64"], (0, nproc, address, 0)) == EPERM
+        assert run_filter(shared, calls["prlimit64"], (0, nofile, address, 0)) == ALLOW
+        assert run_filter(own, calls["prlimit64"], (0, nproc, address, 0)) == ALLOW
+    numbers = kernel.READ_ATTRIBUTES[os.uname().machine]
+    headers, pattern = HEADERS[os.uname().machine]
+    if headers.exists():
+        names = {int(number): name for name, number in re.findall(pattern, headers.read_text())}
+        assert {names[number] for number in numbers} == {
+            f"{prefix}{verb}xattr" for prefix in ("", "l", "f") for verb in ("get", "list")
+        }
+    for number in numbers:
+        assert run_filter(shared, number) == unsupported
+        assert run_filter(own, number) == ALLOW
+
+
+@pytest.mark.skipif(kernel.landlock_abi() < kernel.SIGNAL_SCOPE_ABI, reason="Landlock scopes no signals here")
+def test_sessions_are_fenced_for_an_ordinary_user_too() -> None:
+    pid = os.fork()
+    if pid == 0:  # it has no privileges, and has not given any up: the back-end `process`
+        try:
+            if os.getuid() == 0:
+                os.setresuid(23456, 23456, 23456)
+            kernel.fence()
+            os.kill(os.getppid(), 0)
+        except ProcessLookupError:
+            os._exit(1)
+        except PermissionError as error:
+            os._exit(0 if "landlock" not in str(error) else 2)
+        finally:
+            os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_frames_survive_any_cutting() -> None:

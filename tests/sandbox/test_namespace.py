@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -49,7 +51,8 @@ async def test_every_program_starts_without_any_privilege(name: str) -> None:
         }
         result = await box.run("echo x > /proc/self/oom_score_adj")
         assert not result.ok
-        assert (await box.run("ls /sys /var /opt /srv 2>&1 | grep -vc 'No such'")).text() == "0\n"
+        hidden = [place for place in ("/sys", "/var", "/opt", "/srv") if place not in sys.base_prefix]
+        assert (await box.run(f"ls {' '.join(hidden)} 2>&1 | grep -vc 'No such'")).text() == "0\n"
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5])
@@ -252,7 +255,8 @@ async def test_memory_bombs_do_not_take_the_supervisor() -> None:
             async with pool.lease() as box:
                 for _ in range(4):
                     result = await box.python(code)
-                    assert result.outcome == "oom", (name, result)
+                    # Without a control group, a process that is too large runs into a limit of its own.
+                    assert result.outcome in (("oom",) if os.getuid() == 0 else ("oom", "exit")), (name, result)
                     assert (await box.python("print(1)")).text() == "1\n", name
 
 
@@ -323,7 +327,7 @@ async def test_where_namespaces_are_forbidden_it_says_so_and_landlock_serves(tmp
         assert pool.capabilities is not None
         assert "disk" not in pool.capabilities.kept
         assert "cpu_share" not in pool.capabilities.kept
-        assert "watched" in pool.capabilities.notes["memory"]
+        assert re.match(r"no control group \(/.*\): watched", pool.capabilities.notes["memory"])
         async with pool.lease() as box:
             assert (await box.python("print(1)")).text() == "1\n"
 
@@ -396,3 +400,50 @@ except OSError:
         assert (found.stdout, found.exit_code) == (b"", 0), found
     finally:
         shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("name", ["namespace", "namespace_user", "landlock", "landlock_user"])
+async def test_other_sandboxes_do_not_take_the_processes_of_one(name: str) -> None:
+    spec = replace(spec_for(name), pids=6)
+    bomb = "import os, time\nfor _ in range(199):\n    if not os.fork(): time.sleep(60)"
+    async with SandboxPool(spec, min_idle=0) as pool, contextlib.AsyncExitStack() as stack:
+        one = await stack.enter_async_context(pool.lease())
+        session = await stack.enter_async_context(await one.session("bash"))
+        assert (await session.run("true")).ok
+        for _ in range(6):
+            other = await stack.enter_async_context(pool.lease())
+            await stack.enter_async_context(await other.session("bash"))
+        for where in (session, one):
+            assert (await where.run("sleep 0 & sleep 0 & wait $(jobs -p)")).ok
+        raised = await one.run("before=$(ulimit -u); ulimit -S -u unlimited; [ $(ulimit -u) = $before ]")
+        assert raised.exit_code == 0, raised
+        refused = await one.python(bomb)
+        assert "BlockingIOError" in refused.error_text(), refused
+
+
+async def test_attributes_of_the_users_files_are_hidden() -> None:
+    spec = spec_for("landlock_user")
+    assert spec.run_as is not None
+    code = "import os, sys\nprint(os.listxattr(sys.argv[1]), os.getxattr(sys.argv[1], 'user.origin'))"
+    with tempfile.NamedTemporaryFile() as file:
+        os.setxattr(file.name, "user.origin", b"https://user:token@host")
+        os.chown(file.name, spec.run_as, -1)
+        async with SandboxPool(spec, min_idle=0) as pool, pool.lease() as box:
+            seen = await box.python(code, argv=[file.name])
+            listed = await box.run("echo > a && ls -l a")
+    assert (seen.stdout, "Operation not supported" in seen.error_text()) == (b"", True), seen
+    assert (listed.exit_code, listed.stderr) == (0, b""), listed
+
+
+@pytest.mark.parametrize("name", ["namespace", "namespace_user", "landlock", "landlock_user"])
+async def test_the_mask_of_the_program_that_uses_sandboxes_is_not_theirs(name: str) -> None:
+    spec = spec_for(name)
+    mask = os.umask(0o077)
+    try:
+        async with SandboxPool(spec, min_idle=0) as pool, pool.lease() as box:
+            seen = await box.run(
+                "umask && echo x > /dev/null && grep -c . /etc/passwd > found && stat -c %a found"
+            )
+    finally:
+        os.umask(mask)
+    assert (seen.text(), seen.exit_code) == ("0022\n644\n", 0), seen

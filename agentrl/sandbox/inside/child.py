@@ -18,7 +18,7 @@ import sys
 import types
 from typing import Any, NoReturn
 
-from . import files, frames, kernel
+from . import files, frames, kernel, tree
 
 WARM = b"""
 import sys
@@ -67,11 +67,14 @@ class Confinement:
         landlock: tuple[list[str], list[str], bool] | None = None,
         seccomp: bytes = b"",
         foreign_seccomp: bytes = b"",
+        user_limit: tree.UserLimit | None = None,
         site: list[str],
     ) -> None:
         self.home, self.env, self.limits = home, env, limits
         self.foreign_seccomp = foreign_seccomp
         """An additional filter for untrusted programs; file operations run without it."""
+        self.user_limit = user_limit
+        """Limits processes where `limits` cannot, because the user has others."""
         self.oom_fd, self.landlock, self.seccomp, self.site = oom_fd, landlock, seccomp, site
         self.own_oom_score = os.pread(oom_fd, 16, 0).strip() if oom_fd >= 0 else b""
         self.supervisor = 0
@@ -102,6 +105,8 @@ class Confinement:
         descriptors.
         """
         limit_resources(self.limits)
+        if self.user_limit is not None:
+            self.user_limit.take()
         if self.landlock:
             readable, writable, network = self.landlock
             kernel.landlock(readable, writable, network=network)

@@ -25,6 +25,8 @@ SYSTEM = (
 )  # fmt: skip
 """The parts of the host that a sandbox sees by default: programs and libraries, but no user data."""
 
+MANY = 1 << 15
+"""Processes of a user whose sandboxes are limited by their control groups."""
 UID_BASE, UIDS = 0x40000000, 4096
 """The first user id for sandboxes, and how many each keeper has."""
 PRELOADED = (sessions,)
@@ -291,6 +293,7 @@ def become(
             os._exit(1)
         os.close(go)
         order["counted"] = group is not None
+        order["pids_counted"] = group is not None and "pids" in group.places
         build = build_jail if order["mode"] == "namespace" else build_folder
         confinement, place = build(order, folder or "", uid, gid)
         meter = tree.Meter(order["memory_mb"], oom_fd, usage_fd, place)
@@ -362,7 +365,7 @@ def build_folder(order: dict[str, Any], folder: str, uid: int, gid: int) -> tupl
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     home, tmp = f"{folder}/workspace", f"{folder}/tmp"
     limits = dict(order["rlimits"])
-    filters, seccomp, foreign_seccomp, oom_fd = None, b"", b"", -1
+    filters, seccomp, foreign_seccomp, oom_fd, user_limit = None, b"", b"", -1, None
     if order["mode"] == "landlock":
         system = (*SYSTEM, "/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf", sys.base_prefix)
         readable = [path for path in (*system, *order["readonly"]) if os.path.exists(path)]
@@ -371,8 +374,10 @@ def build_folder(order: dict[str, Any], folder: str, uid: int, gid: int) -> tupl
         seccomp = kernel.seccomp_filter(network=order["network"], shared_memory=False, unix=False)
         if not order["counted"]:
             limits["DATA"] = order["memory_mb"] << 20
-        if os.geteuid() != 0:
-            limits["NPROC"] += processes_of(uid)
+        if os.geteuid() != 0 and not order["pids_counted"]:
+            user_limit = tree.UserLimit(limits.pop("NPROC"), os.path.dirname(folder))
+        elif os.geteuid() != 0:
+            limits["NPROC"] = MANY
         foreign_seccomp = kernel.shared_user_filter(own_user=os.geteuid() == 0)
         oom_fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
         kernel.drop_privileges(uid, gid)
@@ -389,21 +394,9 @@ def build_folder(order: dict[str, Any], folder: str, uid: int, gid: int) -> tupl
         landlock=filters,
         seccomp=seccomp,
         foreign_seccomp=foreign_seccomp,
+        user_limit=user_limit,
         site=site_paths() + order["python_path"],
     ), home
-
-
-def processes_of(uid: int) -> int:
-    """Count the user's current threads: the kernel's limit covers them all."""
-    count = 0
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                if os.stat(f"/proc/{name}").st_uid == uid:
-                    count += len(os.listdir(f"/proc/{name}/task"))
-            except OSError:
-                continue
-    return count
 
 
 def main(control_fd: int, parent: int) -> None:

@@ -30,15 +30,15 @@ MNT_DETACH = 2
 X86_64 = {
     "clone": 56, "pivot_root": 155, "mount_setattr": 442, "capset": 126, "landlock_create_ruleset": 444,
     "landlock_add_rule": 445, "landlock_restrict_self": 446, "socket": 41, "socketpair": 53, "mknod": 133,
-    "mknodat": 259, "prlimit64": 302, "setpriority": 141, "sched_setaffinity": 203, "sched_setscheduler": 144,
-    "sched_setparam": 142, "sched_setattr": 314, "ioprio_set": 251, "ioctl": 16, "clone3": 435,
-    "memfd_create": 319, "shmget": 29, "msgget": 68, "semget": 64, "mq_open": 240, "kill": 62, "tkill": 200,
-    "tgkill": 234, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297,
+    "mknodat": 259, "prlimit64": 302, "setrlimit": 160, "setpriority": 141,
+    "sched_setaffinity": 203, "sched_setscheduler": 144, "sched_setparam": 142, "sched_setattr": 314,
+    "ioprio_set": 251, "ioctl": 16, "clone3": 435, "memfd_create": 319, "shmget": 29, "msgget": 68, "semget": 64,
+    "mq_open": 240, "kill": 62, "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297,
 }  # fmt: skip
 AARCH64 = {
     "clone": 220, "pivot_root": 41, "mount_setattr": 442, "capset": 91, "landlock_create_ruleset": 444,
     "landlock_add_rule": 445, "landlock_restrict_self": 446, "socket": 198, "socketpair": 199, "mknodat": 33,
-    "prlimit64": 261, "setpriority": 140, "sched_setaffinity": 122, "sched_setscheduler": 119,
+    "prlimit64": 261, "setrlimit": 164, "setpriority": 140, "sched_setaffinity": 122, "sched_setscheduler": 119,
     "sched_setparam": 118, "sched_setattr": 274, "ioprio_set": 30, "ioctl": 29, "clone3": 435,
     "memfd_create": 279, "shmget": 194, "msgget": 186, "semget": 190, "mq_open": 180, "kill": 129, "tkill": 130,
     "tgkill": 131, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240,
@@ -91,6 +91,10 @@ OF_THE_USER_AARCH64 = {
     "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16, "inotify_init1": 26,
 }  # fmt: skip
 """What a user may do to all its files and Landlock does not cover: refused where sandboxes share a user id."""
+
+READ_ATTRIBUTES = {"x86_64": range(191, 197), "aarch64": range(8, 14)}
+"""getxattr, lgetxattr, fgetxattr, listxattr, llistxattr, flistxattr: the same for reading. Programs expect file
+systems that have no attributes."""
 
 MACHINES = {"x86_64": (0xC000003E, X86_64, DENIED_X86_64), "aarch64": (0xC00000B7, AARCH64, DENIED_AARCH64)}
 
@@ -274,8 +278,8 @@ def shared_user_filter(*, own_user: bool) -> bytes:
     File operations run without it, because they only change files in the sandbox.
 
     Args:
-        own_user: False if the user id is shared with others: then modes, owners, times and attributes of files
-            cannot be changed either.
+        own_user: False if the user id is shared with others: then modes, owners and times of files cannot be
+            changed either, there are no extended attributes, and programs cannot change their limit on processes.
     """
     calls = machine()[1]
     refused = OF_THE_USER_X86_64 if os.uname().machine == "x86_64" else OF_THE_USER_AARCH64
@@ -290,8 +294,17 @@ def shared_user_filter(*, own_user: bool) -> bytes:
         rule(name, (0x20, 0, 0, 16), (0x15, 1, 0, 0), (6, 0, 0, eperm), (6, 0, 0, allow))
     for name in ("setpriority", "ioprio_set"):
         rule(name, (0x20, 0, 0, 24), (0x15, 1, 0, 0), (6, 0, 0, eperm), (6, 0, 0, allow))
-    for number in () if own_user else sorted(refused.values()):
-        code += [(0x15, 0, 1, number), (6, 0, 0, eperm)]
+    if not own_user:
+        nproc = 6  # RLIMIT_NPROC; reading it, without new values, is allowed
+        rule("setrlimit", (0x20, 0, 0, 16), (0x15, 0, 1, nproc), (6, 0, 0, eperm), (6, 0, 0, allow))
+        rule(
+            "prlimit64", (0x20, 0, 0, 24), (0x15, 0, 5, nproc), (0x20, 0, 0, 32), (0x15, 0, 2, 0),
+            (0x20, 0, 0, 36), (0x15, 1, 0, 0), (6, 0, 0, eperm), (6, 0, 0, allow),
+        )  # fmt: skip
+        for number in sorted(refused.values()):
+            code += [(0x15, 0, 1, number), (6, 0, 0, eperm)]
+        for number in READ_ATTRIBUTES[os.uname().machine]:
+            code += [(0x15, 0, 1, number), (6, 0, 0, 0x00050000 | errno.EOPNOTSUPP)]
     code.append((6, 0, 0, allow))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 

@@ -141,6 +141,8 @@ class Supervisor(Programs):
         elif self.meter.must_watch and now >= self.watch_at:
             if self.meter.over():
                 self._stop("oom")
+            else:
+                self._let_fork(call.program)
             self.watch_at = time.monotonic() + WATCH_EVERY_S
 
     def _receive(self) -> None:
@@ -202,6 +204,7 @@ class Supervisor(Programs):
             if program is None:
                 self.send({"id": header["id"], "gone": True})
                 return
+            self._let_fork(program)
             if program.kind == "bash":
                 program.order(b"%d\0%s\0" % (header["id"], payload.replace(b"\0", b"")))
             else:
@@ -247,6 +250,7 @@ class Supervisor(Programs):
         """Hand a new call to its program."""
         program = call.program
         self.call, call.order = call, order
+        self._let_fork(program)
         program.order(order)
         self._watch(program.stderr, lambda: self._drain(program, "stderr"))
         self._watch_end(program)
@@ -255,6 +259,12 @@ class Supervisor(Programs):
         else:
             os.close(program.stdin)
             program.stdin = -1
+
+    def _let_fork(self, program: Program) -> None:
+        """Set how many processes the program of a call may have, if its own limits cannot."""
+        if self.confinement.user_limit is not None:
+            self.confinement.user_limit.count()
+            self.confinement.user_limit.give(program.pid)
 
     def _feed_stdin(self) -> None:
         call = self.call
@@ -344,6 +354,7 @@ class Supervisor(Programs):
         program.kind = header["kind"]
         os.close(program.stdin)
         program.stdin = -1
+        self._let_fork(program)
         program.order(frames.pack({"kind": header["kind"], "rlimits": header["rlimits"]}))
         name = header["session"]
         self.sessions[name] = program

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import select
 import signal
 import time
@@ -13,6 +14,8 @@ from collections.abc import Callable
 PAGE = os.sysconf("SC_PAGE_SIZE")
 THREADS = 17
 """Where /proc/PID/stat has the number of threads, counted from the state that follows the name."""
+GROWTH = 4
+"""How many processes every other sandbox may add during a call without taking those of the sandbox that counts."""
 LINGER_S = 0.00015
 """How long to poll for an answer or order that is expected immediately. Waking up a virtual CPU takes a quarter of
 this time."""
@@ -277,6 +280,60 @@ class Meter:
 
     def _events(self) -> bytes:
         return os.pread(self.oom_fd, 4096, 0) if self.oom_fd >= 0 else b""
+
+
+class UserLimit:
+    """The limit on processes where the kernel can only count all of a user's together: it leaves room for those
+    outside the sandbox, as many as there are when it is set and some more.
+
+    Args:
+        each: how many processes and threads the sandbox may have.
+        folder: a directory with one entry for each sandbox of the keeper.
+    """
+
+    def __init__(self, each: int, folder: str) -> None:
+        self.each, self.folder = each, folder
+        self.outside, self.count_at = 0, 0.0
+        self.count()
+
+    def count(self) -> None:
+        """Look at what runs outside the sandbox, unless that has just been done."""
+        began = time.monotonic()
+        if began >= self.count_at:
+            own = {os.getpid(), *descendants(os.getpid())}
+            self.outside = threads_of(os.getuid(), everybody() - own)
+            now = time.monotonic()
+            self.count_at = now + max(1.0, 100 * (now - began))
+
+    def take(self) -> None:
+        """Set the limit of the caller."""
+        self._set(0)
+
+    def give(self, pid: int) -> None:
+        """Set the limit of a program and of everything below it. Programs cannot do that themselves."""
+        for each in (pid, *descendants(pid)):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # where it is refused, they keep theirs
+                self._set(each)
+
+    def _set(self, pid: int) -> None:
+        limit = self.outside + self.each + GROWTH * (len(os.listdir(self.folder)) - 1)
+        _, hard = resource.prlimit(pid, resource.RLIMIT_NPROC)
+        soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.prlimit(pid, resource.RLIMIT_NPROC, (soft, hard))
+
+
+def threads_of(uid: int, pids: set[int]) -> int:
+    """Return how many threads those of the processes have that run as the user."""
+    count = 0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/status", "rb") as f:
+                status = dict(line.split(b":", 1) for line in f)
+        except OSError:
+            continue
+        if int(status[b"Uid"].split()[0]) == uid:
+            count += int(status[b"Threads"])
+    return count
 
 
 def event_count(events: bytes, wanted: bytes) -> int:
