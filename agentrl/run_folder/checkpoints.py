@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agentrl.errors import CheckpointError
-from agentrl.run_folder.files import fsync_dir, read_bounded, write_atomic
+from agentrl.run_folder.files import fsync_dir, read_bounded, share_weights, write_atomic
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d+)")
@@ -108,6 +108,7 @@ def hold(checkpoint: Path) -> None:
 
 def _seal(folder: Path, step: int) -> None:
     """Sync every file and write the manifest over them."""
+    share_weights(folder)
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_dir() or path == folder / MANIFEST:

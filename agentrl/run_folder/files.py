@@ -127,6 +127,17 @@ def write_atomic(path: Path, data: bytes | Iterable[bytes]) -> None:
     fsync_dir(path.parent)
 
 
+def share_weights(folder: Path) -> None:
+    """Give the weights in a folder and below it the mode of any other new file: safetensors creates them for their
+    owner alone, so that nobody with whom the folder is shared could read them."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in folder.rglob("*.safetensors"):
+        path.chmod(mode)
+
+
 def append(path: Path, data: bytes, *, sync: bool = False) -> None:
     """Add `data` to the end of a file; with `sync`, it survives a power cut."""
     try:

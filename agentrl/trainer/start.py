@@ -29,7 +29,7 @@ from agentrl.rollout.episode_metrics import passed, undeclared
 from agentrl.rollout.prompts import fitting
 from agentrl.rollout.renderer import load_renderer, require_template
 from agentrl.rollout.task_tools import task_tools
-from agentrl.run_folder.files import file_error
+from agentrl.run_folder.files import file_error, share_weights
 from agentrl.run_folder.fork import OF_THE_RUN
 from agentrl.trainer.in_step import counting, starting_engine
 from agentrl.trainer.signals import StoppedEarly, unless_stopped
@@ -64,6 +64,7 @@ async def make_start(
             teacher = None if config.teacher is None else config.teacher.path
             given = None if teacher is None else Path(teacher)  # a policy that learns from it needs its tokenizer
             make_tiny_model(base, corpus(content), config.model.tiny, seed=config.seed, tokenizer_of=given)
+            share_weights(base)
         except Exception as e:  # tokenizers raises nothing more specific
             if (found := file_error(e, base)) is not e:
                 raise found from e
@@ -152,6 +153,7 @@ async def _cold_start(
         try:
             target.mkdir()
             await learner.export(target)
+            share_weights(target)
         except (SafetensorError, OSError) as e:
             raise file_error(e, target) from e
     finally:

@@ -93,6 +93,13 @@ def test_training_says_its_steps_and_leaves_its_folder(trained: Path):
     assert f"agentrl eval runs/{run.name}" in out
 
 
+def test_whoever_may_read_the_configuration_of_a_run_may_read_its_weights(trained: Path):
+    weights = list(trained.rglob("*.safetensors"))
+    assert {file.parent.name for file in weights} >= {"start", "step-2"}
+    (configuration,) = trained.glob("runs/*/config.yaml")
+    assert {file.stat().st_mode for file in weights} == {configuration.stat().st_mode}
+
+
 def test_the_same_command_goes_on_and_another_configuration_is_refused(
     agentrl: Callable[..., Done], trained: Path
 ):

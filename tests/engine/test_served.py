@@ -365,7 +365,10 @@ async def test_the_biases_of_a_router_travel_exactly(tmp_path: Path) -> None:
         for version in (0, 1):  # of the folder, and of an update
             if version:
                 await engine.update_weights(sent, version=version)
-            found = load_file(Path(server.weights[-1][1]["model_path"]) / "model.safetensors")
+            written = Path(server.weights[-1][1]["model_path"])
+            modes = {file.stat().st_mode for file in written.iterdir()}
+            assert len(modes) == 1  # the server may run as another user
+            found = load_file(written / "model.safetensors")
             assert all(torch.equal(found[name], sent[name]) for name in biases)
             assert {t.dtype for name, t in found.items() if name not in biases} == {torch.bfloat16}
 

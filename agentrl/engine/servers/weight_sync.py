@@ -26,6 +26,7 @@ from agentrl.engine.servers.client import GroupPlace, InferenceServer
 from agentrl.engine.servers.http import ServerLost
 from agentrl.errors import EngineError
 from agentrl.ports import reserved_port
+from agentrl.run_folder.files import share_weights
 
 Failures = dict[InferenceServer, EngineError]
 
@@ -106,6 +107,7 @@ class DiskSync:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         self._fill(aside, weights)
+        share_weights(aside)
         aside.rename(target)
 
     async def _load(self, server: InferenceServer, folder: Path, version: int) -> None:
