@@ -18,11 +18,12 @@ import sys
 import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from agentrl.sandbox import bundle
-from agentrl.sandbox.inside import frames, kernel, tree
+from agentrl.sandbox.inside import frames, keeper, kernel, tree
 from agentrl.sandbox.inside.program import Tail
 
 HEADERS = {
@@ -157,6 +158,27 @@ def test_sessions_are_fenced_for_an_ordinary_user_too() -> None:
         finally:
             os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_an_interpreter_in_a_home_directory_brings_no_user_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    for prefix in (home, home / ".local", home / "python"):
+        for name in ("bin", "lib", "share"):
+            (prefix / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(home)
+    monkeypatch.setattr(keeper.pwd, "getpwuid", lambda uid: SimpleNamespace(pw_dir=f"{tmp_path}/link"))
+
+    def seen(prefix: Path) -> list[str]:
+        monkeypatch.setattr(sys, "base_prefix", str(prefix))
+        return keeper.interpreter_paths()
+
+    for prefix in (home, home / ".local", tmp_path / "link"):
+        assert seen(prefix) == [f"{prefix}/bin", f"{prefix}/lib"]
+    assert seen(tmp_path) == []
+    assert seen(home / "python") == [f"{home}/python"]
+    assert seen(Path("/usr")) == ["/usr"]
 
 
 def test_frames_survive_any_cutting() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import pwd
 import select
 import signal
 import socket
@@ -43,6 +44,22 @@ def site_paths() -> list[str]:
     return paths
 
 
+def interpreter_paths() -> list[str]:
+    """Where the interpreter is installed. If that is a home directory or its `.local`, where user data is as well,
+    only its programs and libraries."""
+    prefix = sys.base_prefix
+    real = os.path.realpath(prefix)
+    try:
+        home = os.path.realpath(pwd.getpwuid(os.stat(real).st_uid).pw_dir)
+    except KeyError:
+        return [prefix]
+    if real != f"{home}/.local" and not f"{home}/".startswith(f"{real}/"):
+        return [prefix]
+    return [
+        f"{prefix}/{name}" for name in ("bin", "include", "lib", "lib64") if os.path.lexists(f"{prefix}/{name}")
+    ]
+
+
 def base_env(home: str, tmp: str, extra: dict[str, str]) -> dict[str, str]:
     """The complete environment of a program: nothing is inherited from the host."""
     path = "/usr/local/bin:/usr/bin:/bin"
@@ -74,6 +91,7 @@ class Keeper:
         self.parent_fd = os.pidfd_open(parent)
         self.privileged = os.geteuid() == 0
         self.groups = cgroups.Groups()
+        self.interpreter = interpreter_paths()
         self.boxes: dict[int, KeptBox] = {}
         self.garbage: list[cgroups.ControlGroup] = []
         self.cleaners: dict[int, tuple[int, dict[str, Any]]] = {}
@@ -132,6 +150,7 @@ class Keeper:
     def spawn(self, order: dict[str, Any], link: int) -> None:
         """Fork a sandbox; it reports success or failure on its own link."""
         namespaced = order["mode"] == "namespace"
+        order["interpreter"] = self.interpreter  # found here: a sandbox has other user ids
         group = folder = None
         if self.groups.controllers and order["mode"] != "process":
             group = self.groups.create(
@@ -326,7 +345,7 @@ def build_jail(order: dict[str, Any], folder: str, uid: int, gid: int) -> tuple[
         inner_uid = inner_gid = jail.BOX_ID
     binds = [path for path in SYSTEM if os.path.lexists(path)]
     if not any(sys.base_prefix == path or sys.base_prefix.startswith(path + "/") for path in binds):
-        binds.append(sys.base_prefix)
+        binds += order["interpreter"]
     binds += [path for path in order["readonly"] if path not in binds]
     proc = jail.build(
         binds,
@@ -367,8 +386,8 @@ def build_folder(order: dict[str, Any], folder: str, uid: int, gid: int) -> tupl
     limits = dict(order["rlimits"])
     filters, seccomp, foreign_seccomp, oom_fd, user_limit = None, b"", b"", -1, None
     if order["mode"] == "landlock":
-        system = (*SYSTEM, "/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf", sys.base_prefix)
-        readable = [path for path in (*system, *order["readonly"]) if os.path.exists(path)]
+        system = (*SYSTEM, "/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf")
+        readable = [path for path in (*system, *order["interpreter"], *order["readonly"]) if os.path.exists(path)]
         devices = [f"/dev/{name}" for name in jail.DEVICES]
         filters = (readable, [folder, *devices], order["network"])
         seccomp = kernel.seccomp_filter(network=order["network"], shared_memory=False, unix=False)
