@@ -120,7 +120,7 @@ def write_atomic(path: Path, data: bytes | Iterable[bytes]) -> None:
             os.fsync(file.fileno())
         temp.replace(path)
     except OSError as e:
-        e.filename = e.filename or str(path)  # a full disk has none
+        e.filename = str(path)  # not that of the temporary file; a full disk has none
         raise
     finally:
         temp.unlink(missing_ok=True)

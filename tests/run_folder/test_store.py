@@ -592,6 +592,13 @@ def test_a_full_disk_is_an_error_with_a_place(tmp_path: Path, monkeypatch: pytes
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_cannot_be_made_is_named_itself_not_its_temporary_file(tmp_path: Path):
+    path = tmp_path / "missing" / "config.yaml"
+    with pytest.raises(FileNotFoundError) as caught:
+        write_atomic(path, b"{}")
+    assert caught.value.filename == str(path)
+
+
 def test_a_path_that_is_not_utf8_is_refused_before_anything_is_made(tmp_path: Path):
     with pytest.raises(ConfigError, match="must be UTF-8"):
         RunStore.open(config(), tmp_path / os.fsdecode(b"lat-\xfc") / "r")
