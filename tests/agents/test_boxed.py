@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import socket
@@ -430,8 +431,9 @@ async def test_a_hostile_program_reaches_nothing_else(renderer: Renderer, attack
     assert found.error is None, "nothing that the program does is our failure"
     assert found.reward == 0.0
     assert "to the end" in said[0], "it made its attack"
-    running_now = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    assert not any(b"98765.4" in command for command in running_now)
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # others end meanwhile
+            assert b"98765.4" not in path.read_bytes()
 
 
 @pytest.mark.timeout(60)
