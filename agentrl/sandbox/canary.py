@@ -127,9 +127,12 @@ async def probe(spec: Sandbox, backend: Backend, box: Box) -> Capabilities:
     always, possible = backend.promises()
     seen = {name for name in PROMISES if found.get(name, True)}
     notes = {}
+    why = getattr(backend, "why_no_cgroup", "")
+    no_group = f"no control group{f' ({why})' if why else ''}"
+    if why:
+        notes["cpu_share"] = no_group
     if not box.facts.get("counted", True):
-        why = getattr(backend, "why_no_cgroup", "")
-        notes["memory"] = f"no control group{f' ({why})' if why else ''}: {WATCHED}"
+        notes["memory"] = f"{no_group}: {WATCHED}"
     if "own_quotas" not in always:
         notes["own_quotas"] = SHARED_USER
     kept = frozenset((always | possible) & seen)

@@ -149,7 +149,8 @@ class Sandbox(SandboxLimits):
     require: tuple[str, ...] | None = None
     """Promises that must hold, by name (see Back-ends); None: those the back-end always makes."""
     readonly: tuple[str, ...] = ()
-    """Absolute host paths mounted read-only at the same path inside. Every user must be able to read them."""
+    """Absolute host paths mounted read-only at the same path inside. Every user must be able to read them. With
+    `namespace` and `docker`, programs can also use the sockets and pipes in them, whatever `network` is."""
     writable: tuple[str, ...] = ()
     """namespace, docker: absolute paths of further writable folders, for example `("/app",)`; they start empty
     and count toward the disk. With docker, each may have `workspace_mb`."""

@@ -113,6 +113,7 @@ class LocalBackend:
         """
         if not sys.platform.startswith("linux"):
             raise SandboxUnavailable(f"sandbox backend {self.name!r} needs Linux, this is {sys.platform}")
+        self._check_spec()
         loop = asyncio.get_running_loop()
         python = self.spec.python or self._interpreter()
         program = bundle.program("keeper", compiled=python == _own_interpreter())
@@ -137,6 +138,16 @@ class LocalBackend:
             raise SandboxUnavailable(f"the keeper did not answer within {OPEN_TIMEOUT_S:g} s") from None
         self.controllers, self.why_no_cgroup = frozenset(said["controllers"]), said["why_no_cgroup"]
         self._is_open = True
+
+    def _check_spec(self) -> None:
+        user = self.spec.run_as
+        if user is not None and os.getuid() not in (0, user):
+            raise SandboxUnavailable(f"sandbox run_as={user}: only root can choose another user id than its own")
+        for path in self.spec.readonly:
+            try:
+                os.lstat(path)
+            except OSError as error:
+                raise SandboxUnavailable(f"sandbox readonly: {path}: {error.strerror}") from None
 
     def _interpreter(self) -> str:
         """Return this program's interpreter, or the system's if the sandbox's user cannot read it."""

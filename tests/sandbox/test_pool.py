@@ -317,6 +317,22 @@ async def test_a_promise_that_cannot_be_kept_raises_when_the_pool_opens() -> Non
         await pool.open()
 
 
+@pytest.mark.parametrize("backend", ["namespace", "landlock"])
+async def test_a_path_that_is_not_there_cannot_be_shown(backend: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "packages")
+    pool = SandboxPool(Sandbox(backend=backend, readonly=(path,)))
+    with pytest.raises(SandboxUnavailable, match=f"^sandbox readonly: {path}: No such file or directory$"):
+        await pool.open()
+
+
+async def test_an_ordinary_user_cannot_choose_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.getuid() == 0:
+        monkeypatch.setattr("agentrl.sandbox.local.os.getuid", lambda: 23456)
+    pool = SandboxPool(Sandbox(run_as=23457))
+    with pytest.raises(SandboxUnavailable, match=r"^sandbox run_as=23457: only root can choose another user id"):
+        await pool.open()
+
+
 def test_equal_specs_are_equal_and_limits_come_from_one_place() -> None:
     assert Sandbox(cpu_s=10, memory_mb=512) == Sandbox(memory_mb=512, cpu_s=10)
     assert hash(Sandbox()) == hash(Sandbox())
