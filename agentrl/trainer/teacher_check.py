@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 NUM_COMPARED = 256
 """Ids, spread over the vocabulary, whose texts on a server are compared with the policy's."""
+AT_ONCE = 64
+"""How many of them are in one request, so that it fits into a short context."""
 OTHERS = 0.1
 """Share of other texts from which the tokenizer is another; servers write some tokens in other ways."""
 TOKENIZER = "tokenizer.json"
@@ -110,8 +112,8 @@ def check_texts(server: TeacherServer, policy: Path) -> None:
     """Compare the texts of some ids on the server with those of the policy; see `check_teacher_server`."""
     tokenizer = _tokenizer(policy, f"the policy's folder {policy}")
     every = sorted(tokenizer.get_vocab().values())
-    ids: Sequence[int] = every[:: max(1, len(every) // NUM_COMPARED)]
-    _, texts = server.scored(ids)
+    ids: Sequence[int] = every[:: -(-len(every) // NUM_COMPARED)]
+    texts = [text for n in range(0, len(ids), AT_ONCE) for text in server.scored(ids[n : n + AT_ONCE])[1]]
     own = [tokenizer.decode([id], skip_special_tokens=False) for id in ids]
     both = [(mine, text.replace("Ġ", " ").replace("▁", " ")) for mine, text in zip(own, texts, strict=False)]
     whole = [(mine, text) for mine, text in both if mine.isascii() and text.isascii()]

@@ -265,23 +265,30 @@ def own(row: Sample) -> list[float]:
     return [value for value, on in zip(row.logprobs, row.loss_mask, strict=True) if on]
 
 
-def check_its_context(given: dict[str, Any], policy: Path) -> None:
+def check_its_context(given: dict[str, Any], policy: Path, context: int = 512) -> None:
     """It scores all of its context but one token, and a run whose episodes may be longer is refused."""
-    server = TeacherServer(TeacherConfig(**given, retry_s=0))
-    assert server.longest() == 511
-    assert len(server.scored([5] * 511)[0]) == 511
+    server, most = TeacherServer(TeacherConfig(**given, retry_s=0)), context - 1
+    assert server.longest() == most
+    assert len(server.scored([5] * most)[0]) == most
     with pytest.raises(ConfigError, match="HTTP 400"):
-        server.scored([5] * 512)
+        server.scored([5] * context)
     server.close()
-    for budget in (511, 512):
+    for budget in (most, context):
         config = settings(given, rollout={"max_turns": 1, "max_tokens": 8, "token_budget": budget})
-        if budget == 511:
+        if budget == most:
             asyncio.run(check_teacher_server(config, policy))
         else:
             with pytest.raises(
-                ConfigError, match=r"an episode may have 512: set rollout\.token_budget to at most 511"
+                ConfigError,
+                match=rf"an episode may have {context}: set rollout\.token_budget to at most {most}",
             ):
                 asyncio.run(check_teacher_server(config, policy))
+
+
+def test_a_teacher_whose_context_is_shorter_than_the_vocabulary_is_checked(teacher: Path):
+    make_tiny_model(Path("short"), [], TinyModel(**TINY | {"max_context": 100}), tokenizer_of=teacher)
+    with served(Path("short")) as url:
+        check_its_context({"url": url, "model": "tiny"}, teacher, context=100)
 
 
 def test_a_teacher_on_sglang_scores_less_than_its_context(monkeypatch: pytest.MonkeyPatch):
