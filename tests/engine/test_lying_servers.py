@@ -69,7 +69,7 @@ async def test_what_no_policy_samples_is_an_error(model: Path, change: Any, prob
         assert list((await engine.generate(PROMPT, Sampling(max_tokens=4))).ids) == expected(PROMPT, 4)
 
 
-@pytest.mark.parametrize("label", ["0", "99", "default", "-3"])
+@pytest.mark.parametrize("label", ["0", "99", "default", "-3", "v1", "model@main", ""])
 async def test_a_server_that_was_started_again_gets_the_weights(model: Path, label: str) -> None:
     """Behind a supervisor or a load balancer: nothing was lost that anybody could see."""
     async with servers(1) as (server,), engine_over(model, server, health_every_s=60.0) as engine:
@@ -99,9 +99,10 @@ async def test_a_run_ends_where_another_one_has_sent_its_weights(model: Path, ac
         assert (await second.generate(PROMPT, sampling)).versions == (0,) * 4
 
 
-async def test_a_server_that_never_has_the_weights_it_was_sent_is_given_up(model: Path) -> None:
+@pytest.mark.parametrize("label", ["default", "soon", None])
+async def test_a_server_that_never_has_the_weights_it_was_sent_is_given_up(model: Path, label: object) -> None:
     def unnamed(answer: dict[str, Any]) -> dict[str, Any]:
-        answer["meta_info"]["weight_versions"][0]["version"] = "default"
+        answer["meta_info"]["weight_versions"][0]["version"] = label
         return answer
 
     async with servers(1) as (server,), engine_over(model, server, restarts=2) as engine:

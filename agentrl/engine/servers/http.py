@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from typing import Any
@@ -48,6 +49,8 @@ class ServerTaken(EngineError):
 
 UNNAMED = "default"
 """The label that servers use for weights that arrived without one."""
+_OF_A_RUN = re.compile(r"(\d+)@([0-9a-f]{12})")
+"""The labels that `WeightLabels.name` gives. A server may have any text (`--weight-version model@main`)."""
 
 
 class WeightLabels:
@@ -66,10 +69,10 @@ class WeightLabels:
 
     def refuse_others(self, label: object) -> None:
         """Raise ServerTaken if another run set the label."""
-        number, found, own = str(label).partition("@")
-        if found and own != self._own:
+        other = _OF_A_RUN.fullmatch(str(label))
+        if other and other[2] != self._own:
             raise ServerTaken(
-                f"{self._url}: another run has sent its weights to this server (version {number} there): give "
+                f"{self._url}: another run has sent its weights to this server (version {other[1]} there): give "
                 "each run, `agentrl eval` and `agentrl serve` separate servers in engine.server.urls (with "
                 "engine.sync lora, also restart this one, which no longer has the weights below the adapters)"
             )
@@ -86,14 +89,13 @@ class WeightLabels:
             ValueError: the label contains no version.
         """
         self.refuse_others(label)
-        number, found, _ = str(label).partition("@")
-        if number != UNNAMED:
-            version = int(number)
-            if found or not sent:
-                return version
-        raise ServerRestarted(
-            f"{self._url}: answers with weights that have no version of this run ({label!s:.40})"
-        )
+        if ours := _OF_A_RUN.fullmatch(str(label)):
+            return int(ours[1])
+        if sent or label == UNNAMED:
+            raise ServerRestarted(
+                f"{self._url}: answers with weights that have no version of this run ({label!s:.40})"
+            )
+        return int(str(label))
 
 
 class ServerRefused(EngineError):
