@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from urllib.parse import urlsplit
 
+THIS_MACHINE = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::"})
+"""Hosts under which a server on this machine is reached; servers print the last two as their own address."""
+
 
 def address_problem(url: str) -> str:
     """Why the address cannot be used; "" if it can."""
@@ -22,7 +25,7 @@ def address_problem(url: str) -> str:
 def server_of(url: str) -> tuple[str | None, int | None, str]:
     """What two addresses of the same server have in common. A gateway tells servers apart by their paths."""
     parts = urlsplit(url)
-    host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname
+    host = "localhost" if parts.hostname in THIS_MACHINE else parts.hostname
     port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
     return host, port, parts.path.rstrip("/").removesuffix("/v1")
 

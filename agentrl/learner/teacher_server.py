@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from agentrl.config.address import THIS_MACHINE
 from agentrl.config.teacher import TeacherConfig
 from agentrl.errors import ConfigError, EngineError
 from agentrl.learner.pack import in_pack_order
@@ -190,7 +191,7 @@ class TeacherServer:
                         f"{self.config.place}.key_env: the environment variable {self.config.key_env} is not set"
                     )
                 url = self.config.url or ""
-                near = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")  # which no proxy reaches
+                near = urlsplit(url).hostname in THIS_MACHINE  # which no proxy reaches
                 self._client = OpenAI(
                     base_url=url,
                     api_key=key,

@@ -241,6 +241,8 @@ def test_a_broadcast_comes_from_an_address_of_the_servers_family(url: str, own: 
         ["http://a:1", "http://a:1/"],
         ["http://A", "http://a:80"],
         ["http://localhost:1", "http://127.0.0.1:1"],
+        ["http://localhost:1", "http://[::1]:1"],
+        ["http://0.0.0.0:1", "http://127.0.0.1:1"],
         ["http://a:1/v1"],
         ["http://a:1/v1/"],
         ["http://a:1?x=1"],

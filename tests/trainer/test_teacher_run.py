@@ -440,7 +440,9 @@ def test_a_server_scores_at_temperature_one():
         settings(given, rollout={"temperature": 0.7})
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:9/v1", "http://localhost:9/v1/"])
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:9/v1", "http://localhost:9/v1/", "http://[::1]:9/v1", "http://0.0.0.0:9/v1"]
+)
 def test_a_teacher_cannot_be_a_server_that_gets_the_policy_weights(address: str):
     given = {"url": address, "model": "t"}
     server: dict[str, Any] = {"urls": ["http://127.0.0.1:8", "http://127.0.0.1:9"]}
