@@ -221,7 +221,10 @@ class ChatService:
             return
         param = "response_format" if ask.format else "tool_choice"
         if not able.structures:
-            why = "this engine has no grammars; set engine.server.grammars, or use engine.kind local"
+            why = (
+                "this engine has no grammars: set engine.server.grammars (servers in engine.server.urls: start "
+                "them without --skip-tokenizer-init), or use engine.kind local"
+            )
             raise unsupported(param, why)
         if ask.scored and not (ask.temperature == 1 or ask.temperature < COLDEST):
             why = "a server's grammar reports log-probabilities at temperature 1 only; use engine.kind local"

@@ -28,6 +28,7 @@ OTHERS = {
     "--logprobs-mode",
     "--max-loras-per-batch",
     "--network",
+    "--skip-tokenizer-init",
     "--worker-extension-cls",
 }
 """Options of other programs."""

@@ -218,6 +218,7 @@ async def test_a_server_without_a_tokenizer_has_no_grammars(model: Path):
     error = forced.json()["error"]
     assert (forced.status_code, error["param"]) == (400, "tool_choice")
     assert "set engine.server.grammars" in error["message"]
+    assert "in engine.server.urls: start them without --skip-tokenizer-init" in error["message"]
     assert "--skip-tokenizer-init" not in _started(model, grammars=True)
     assert "--skip-tokenizer-init" in _started(model, grammars=False)
 
