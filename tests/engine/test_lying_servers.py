@@ -137,6 +137,19 @@ async def test_an_update_that_was_not_done_is_not_believed(model: Path, path: st
         assert engine.policy_version == 0
 
 
+@pytest.mark.parametrize("status", [404, 500, 503])
+async def test_an_update_goes_on_where_a_server_does_not_say_whose_weights_it_has(
+    model: Path, status: int
+) -> None:
+    said: list[str] = []
+    async with servers(1) as (server,), engine_over(model, server, said=said) as engine:
+        server.refuse["/model_info"] = (status, {"error": "it has no such attribute"})
+        for version in range(1, 4):
+            await engine.update_weights(weights(version), version)
+        assert (await engine.generate(PROMPT, Sampling(max_tokens=4))).versions == (3,) * 4
+        assert not [text for text in said if "is lost" in text]
+
+
 async def test_a_redirect_says_what_to_do(model: Path) -> None:
     async with servers(1) as (server,):
         server.refuse["/server_info"] = server.refuse["/get_server_info"] = (307, "")

@@ -33,7 +33,7 @@ from agentrl.engine.servers.client import (
     ServerAnswer,
     ServerKind,
 )
-from agentrl.engine.servers.http import HttpServer, ServerRefused, ServerRestarted, WeightLabels
+from agentrl.engine.servers.http import HttpServer, ServerLost, ServerRefused, ServerRestarted, WeightLabels
 from agentrl.engine.servers.inside import LOADER, LOADER_FOLDER
 from agentrl.engine.servers.streams import ReadVersion, SGLangStream, best_of
 from agentrl.errors import ConfigError, EngineError
@@ -210,8 +210,12 @@ class SGLangServer:
         weights with queries of the new ones.
         """
         if self._sent:
-            with contextlib.suppress(ServerRefused):  # earlier versions have no such call
+            try:
                 info = await self._http.get("/model_info", timeout_s=30.0)
+            except (ServerLost, ServerRefused) as e:  # one that fails only in this call, or a version without it
+                if e.status is None:
+                    raise
+            else:
                 self._labels.refuse_others(info.get("weight_version") if isinstance(info, Mapping) else None)
         await self._control("/pause_generation", {"mode": "retract"})
         session = by_tensor and await self._begin()
