@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,10 +53,11 @@ def runs(
         table.add_column("tags", overflow="fold")
     for heading in ("step", "before", "after", "time"):
         table.add_column(heading, justify="right", no_wrap=True)
+    names = {Path(os.path.realpath(each)): each.name for each in folder.iterdir()}
     for run in found["runs"]:
         steps = "" if run["steps"] is None else f"/{run['steps']}"
         table.add_row(
-            *(_text(_inside(Path(run["path"]), folder)), _text(run["status"])),
+            *(_text(_inside(Path(run["path"]), folder, names)), _text(run["status"])),
             *([_text(" ".join(run["tags"]))] if tags else []),
             _text(f"{run['step']}{steps}"),
             *(_number(run["held_out_before"]), _number(run["held_out_after"]), _time(run["wall_seconds"])),
@@ -62,14 +65,18 @@ def runs(
     SafeConsole().print(table)
 
 
-def _inside(path: Path, folder: Path) -> str:
-    """The path of a run in a folder, through a link in it or not, or its name if it is the folder itself."""
+def _inside(path: Path, folder: Path, names: Mapping[Path, str]) -> str:
+    """The path of a run in a folder, through a link in it or not, or its name if it is the folder itself.
+
+    Args:
+        names: of what is in the folder, by its real path.
+    """
     if path == folder.resolve():
         return path.name
-    names = {each.resolve(): each.name for each in folder.iterdir()}
-    return next(
-        (str(Path(names[up], path.relative_to(up))) for up in (path, *path.parents) if up in names), str(path)
-    )
+    for up in (path, *path.parents):
+        if up in names:
+            return str(Path(names[up], path.relative_to(up)))
+    return str(path)
 
 
 def tag(
