@@ -36,14 +36,16 @@ class CodeRecord:
     Attributes:
         files: by name, the digest of each definition in it: `tool Shop.buy`, `reward Shop.solved`, `Shop.setup`.
         texts: the text of each file.
+        portable: whether the digests are the same under every version of Python; earlier records had others.
     """
 
     files: Mapping[str, Mapping[str, str]]
     texts: Mapping[str, str] = field(default_factory=dict)
+    portable: bool = True
 
     def to_json(self) -> bytes:
         """The digests, for code.json."""
-        return (json.dumps({"files": self.files}, indent=1) + "\n").encode()
+        return (json.dumps({"portable": self.portable, "files": self.files}, indent=1) + "\n").encode()
 
     @staticmethod
     def read(path: Path) -> CodeRecord | None:
@@ -55,8 +57,9 @@ class CodeRecord:
         if not path.is_file():
             return None
         try:
-            files = json.loads(read_bounded(path))["files"]
-            return CodeRecord({name: dict(parts) for name, parts in files.items()})
+            record = json.loads(read_bounded(path))
+            files = {name: dict(parts) for name, parts in record["files"].items()}
+            return CodeRecord(files, portable=bool(record.get("portable")))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise CheckpointError(f"{path}: damaged: {type(e).__name__}: {e}") from None
 
@@ -76,14 +79,15 @@ def code_of(config: RunConfig, content: Content) -> CodeRecord:
     for kind in kinds:  # of a notebook or script
         if getattr(kind, "__module__", "") == "__main__" and (text := _source(kind)):
             texts[f"<{getattr(kind, '__qualname__', kind)}>"] = text
-    return CodeRecord({name: _definitions(text) for name, text in sorted(texts.items())}, texts)
+    return CodeRecord(_all_definitions(texts), texts)
 
 
 def code_changes(old: CodeRecord, new: CodeRecord) -> list[str]:
-    """What differs, a line for each file."""
+    """What differs, a line for each file; `new` is the code of this process."""
     said = []
-    for name in sorted({*old.files, *new.files}):
-        before, after = old.files.get(name), new.files.get(name)
+    files = new.files if old.portable else _all_definitions(new.texts, portable=False)
+    for name in sorted({*old.files, *files}):
+        before, after = old.files.get(name), files.get(name)
         if before is None or after is None:
             said.append(f"{name}: {'new' if before is None else 'no longer used'}")
             continue
@@ -152,16 +156,34 @@ def _source(found: object) -> str:
     return "\n".join([f"class {found.__name__}:", *texts]) if isinstance(found, type) and texts else ""
 
 
-def _definitions(text: str) -> dict[str, str]:
+def _all_definitions(texts: Mapping[str, str], *, portable: bool = True) -> dict[str, dict[str, str]]:
+    return {name: _definitions(text, portable=portable) for name, text in sorted(texts.items())}
+
+
+def _definitions(text: str, *, portable: bool) -> dict[str, str]:
     """Each definition of a file with a digest that ignores comments and layout."""
     texts: dict[str, list[str]] = {}  # several of one name: overloads, the getter and setter of a property
     try:
         tree = parse(textwrap.dedent(text) if text.startswith((" ", "\t")) else text)
         for name, node in _named_nodes(tree):
-            texts.setdefault(name, []).append(ast.unparse(node))
+            texts.setdefault(name, []).append(ast.unparse(_Portable().visit(node) if portable else node))
     except (SyntaxError, ValueError, RecursionError):
         return {"(text)": _digest(text)}
     return {name: _digest("\n".join(each)) for name, each in texts.items()}
+
+
+class _Portable(ast.NodeTransformer):
+    """Takes f-strings apart: versions of Python write them with other quotes, and 3.12 adds empty parts."""
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
+        self.generic_visit(node)
+        parts = [part for part in node.values if not (isinstance(part, ast.Constant) and part.value == "")]
+        return ast.Tuple([ast.Constant("f"), *parts], ast.Load())
+
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.AST:
+        self.generic_visit(node)
+        spec = node.format_spec or ast.Constant(None)
+        return ast.Tuple([node.value, ast.Constant(node.conversion), spec], ast.Load())
 
 
 def _named_nodes(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:

@@ -100,7 +100,9 @@ def _code_changes(run: Path, step: int, new: CodeRecord) -> list[str]:
     """
     old = CodeRecord.read(run / "checkpoints" / f"step-{step}" / CODE_FILE)
     accepted = CodeRecord.read(run / CODE_FILE)
-    return [] if old is None or accepted == CodeRecord(new.files) else code_changes(old, new)
+    if old is None or (accepted is not None and not code_changes(accepted, new)):
+        return []
+    return code_changes(old, new)
 
 
 def _row_changes(run: Path, step: int, new: Mapping[str, Sequence[str]], splits: Sequence[str]) -> Sequence[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import linecache
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,7 @@ import pytest
 
 from agentrl.config.run import RunConfig
 from agentrl.importing import name_object
-from agentrl.rollout.code_record import CodeRecord, code_changes, code_of, row_changes
+from agentrl.rollout.code_record import CodeRecord, _all_definitions, code_changes, code_of, row_changes
 from agentrl.rollout.content import load_content
 from agentrl.run_folder.task_digests import MOST, MOST_GENERATED
 from tests.trainer.test_changed_runs import ENV
@@ -144,6 +145,26 @@ def test_tools_and_rewards_of_a_composed_env_count(project: Path):
     edited("tools.py", "return key", "return 'no'")(project)
     after = record(composed, data=data, eval={"every": 0, "before_training": False})
     assert code_changes(before, after) == ["rewards.py: short changed", "tools.py: look changed"]
+
+
+WITH_STRINGS = """
+def shown(x, w):
+    return f"{x!r:>{w}} of {x['a']}" + f"{x:{w}}" + f'{"x"} "{w}"' + f"{w:.3f}"
+"""
+
+
+def test_digests_are_the_same_under_every_version_of_python(project: Path, tmp_path: Path):
+    (project / "inside.py").write_text(WITH_STRINGS)
+    now = of_letters(project)
+    # Of Python 3.11.7, 3.12.1 and 3.13.0 alike; the other one is of 3.12.1, by an earlier version of the record.
+    assert now.files["inside.py"] == {"shown": "d0120a0405bd92fd"}
+    before = {**_all_definitions(now.texts, portable=False), "inside.py": {"shown": "d0665f1bdb213bb8"}}
+    (tmp_path / "code.json").write_text(json.dumps({"files": before}))
+    old = CodeRecord.read(tmp_path / "code.json")
+    assert old is not None
+    assert code_changes(old, now) == ([] if sys.version_info >= (3, 12) else ["inside.py: shown changed"])
+    (tmp_path / "code.json").write_bytes(now.to_json())
+    assert CodeRecord.read(tmp_path / "code.json") == CodeRecord(now.files)
 
 
 def test_a_record_of_more_generated_tasks_says_nothing_about_their_number():
