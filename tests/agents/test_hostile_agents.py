@@ -315,7 +315,7 @@ async def test_a_process_that_holds_the_outputs_does_not_hold_up_the_episode(
     [
         ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
         ("os.kill(os.getpid(), 15)", "killed by SIGTERM"),
-        ("os.kill(0, 1)", "killed by SIGHUP"),
+        ("os.kill(0, 10)", "killed by SIGUSR1"),
         ("os._exit(255)", "exit code 255"),
         ("sys.exit(130)", "exit code 130"),
         ("os.abort()", "killed by SIGABRT"),
