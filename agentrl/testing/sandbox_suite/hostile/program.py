@@ -10,7 +10,7 @@ from agentrl.sandbox import Box, ExecResult
 from agentrl.testing.sandbox_suite.stage import Stage
 
 PRELUDE = """
-import ctypes, errno, json, mmap, os, resource, signal, socket, subprocess, sys, threading, time
+import contextlib, ctypes, errno, json, mmap, os, resource, signal, socket, subprocess, sys, threading, time
 order = json.loads(sys.stdin.read())
 libc = ctypes.CDLL(None, use_errno=True)
 ARM = os.uname().machine == "aarch64"

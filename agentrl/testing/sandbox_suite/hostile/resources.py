@@ -50,6 +50,13 @@ RESOURCES = [
             print("stopped at", len(held))
     """, escapes_outside=True, wall_s=20.0),
     program("memory_bomb_many", "memory", """
+        def look():
+            with contextlib.suppress(BlockingIOError):
+                told.update(int(pid) for pid in os.read(reader, 4096).split())
+            with contextlib.suppress(ChildProcessError):
+                while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+                    ended.add(pid)
+
         each = order["memory_mb"] // 6
         reader, writer = os.pipe()
         for _ in range(20):
@@ -62,22 +69,16 @@ RESOURCES = [
                 os.write(writer, b"%d " % os.getpid())
                 time.sleep(60)
                 os._exit(0)
-        time.sleep(2)
         os.set_blocking(reader, False)
-        try:
-            holders = {int(pid) for pid in os.read(reader, 4096).split()}
-        except BlockingIOError:
-            holders = set()
-        while True:
-            try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
-            except OSError:
-                break
-            if pid == 0:
-                break
-            holders.discard(pid)
+        told, ended, until = set(), set(), time.monotonic() + 15
+        while len(told | ended) < 20 and time.monotonic() < until:
+            time.sleep(0.1)
+            look()
+        time.sleep(0.5)  # whoever is to be killed for the last ones is killed by now
+        look()
+        holders = told - ended
         escaped(holders) if len(holders) * each > order["memory_mb"] * 1.2 else print("holding:", len(holders))
-    """, escapes_outside=True),
+    """, escapes_outside=True, wall_s=30.0),
     program("memory_shm", "memory", """
         area = mmap.mmap(-1, order["memory_mb"] * 2 << 20)
         for begin in range(0, len(area), 1 << 20):
