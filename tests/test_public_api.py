@@ -129,9 +129,13 @@ def probe(code: str) -> tuple[float, set[str]]:
     ],
 )
 def test_imports_are_quick_and_light(code: str):
-    runs = [probe(code) for _ in range(3)]  # the best of three: other work on the machine is not ours
-    assert min(ratio for ratio, _ in runs) < QUICK
-    assert not runs[0][1] & HEAVY
+    ratio, modules = probe(code)
+    assert not modules & HEAVY
+    for _ in range(5):  # other work on the machine is not ours
+        if ratio < QUICK:
+            break
+        ratio, _ = probe(code)
+    assert ratio < QUICK
 
 
 def test_the_package_alone_takes_less_than_half_a_second():
