@@ -142,6 +142,33 @@ def test_where_a_user_is_shared_its_limits_and_attributes_are_out_of_reach() -> 
         assert run_filter(own, number) == ALLOW
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can have a user id of its own")
+def test_processes_that_start_meanwhile_are_not_outside_the_sandbox(tmp_path: Path) -> None:
+    listed = tree.everybody
+
+    def starting() -> set[int]:
+        if os.fork() == 0:
+            time.sleep(60)
+        return listed()
+
+    (tmp_path / "box").mkdir()
+    tmp_path.chmod(0o755)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    pid = os.fork()
+    if pid == 0:
+        status = 99
+        try:
+            os.setresuid(23459, 23459, 23459)
+            tree.everybody = starting
+            limit = tree.UserLimit(8, f"/proc/self/fd/{folder}")
+            status = limit.outside
+            tree.kill_except([], [])
+        finally:
+            os._exit(status)
+    os.close(folder)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 @pytest.mark.skipif(kernel.landlock_abi() < kernel.SIGNAL_SCOPE_ABI, reason="Landlock scopes no signals here")
 def test_sessions_are_fenced_for_an_ordinary_user_too() -> None:
     pid = os.fork()

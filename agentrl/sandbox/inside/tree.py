@@ -300,40 +300,50 @@ class UserLimit:
         """Look at what runs outside the sandbox, unless that has just been done."""
         began = time.monotonic()
         if began >= self.count_at:
-            own = {os.getpid(), *descendants(os.getpid())}
-            self.outside = threads_of(os.getuid(), everybody() - own)
+            self.outside = threads_outside(os.getpid(), os.getuid())
             now = time.monotonic()
             self.count_at = now + max(1.0, 100 * (now - began))
 
     def take(self) -> None:
         """Set the limit of the caller."""
-        self._set(0)
+        self._set([0])
 
     def give(self, pid: int) -> None:
         """Set the limit of a program and of everything below it. Programs cannot do that themselves."""
-        for each in (pid, *descendants(pid)):
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # where it is refused, they keep theirs
-                self._set(each)
+        self._set([pid, *descendants(pid)])
 
-    def _set(self, pid: int) -> None:
+    def _set(self, pids: list[int]) -> None:
         limit = self.outside + self.each + GROWTH * (len(os.listdir(self.folder)) - 1)
-        _, hard = resource.prlimit(pid, resource.RLIMIT_NPROC)
-        soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.prlimit(pid, resource.RLIMIT_NPROC, (soft, hard))
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # where it is refused, they keep theirs
+                _, hard = resource.prlimit(pid, resource.RLIMIT_NPROC)
+                soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+                resource.prlimit(pid, resource.RLIMIT_NPROC, (soft, hard))
 
 
-def threads_of(uid: int, pids: set[int]) -> int:
-    """Return how many threads those of the processes have that run as the user."""
-    count = 0
-    for pid in pids:
+def threads_outside(root: int, uid: int) -> int:
+    """Return how many threads run as the user, apart from those of a process and its descendants.
+
+    Programs can start and end processes all the time so that some of theirs escape a look at their tree. So every
+    process is looked up in one pass, and what is below one that ended meanwhile is not counted.
+    """
+    found: dict[int, int] = {}
+    threads: dict[int, int] = {}
+    for pid in everybody() - {root}:
         try:
             with open(f"/proc/{pid}/status", "rb") as f:
                 status = dict(line.split(b":", 1) for line in f)
-        except OSError:
+        except PermissionError:  # of another user, where those are hidden
             continue
+        except OSError:
+            found[pid] = root
+            continue
+        ended = int(status[b"Threads"]) == 0  # then its parent is not known any more
+        found[pid] = root if ended else int(status[b"PPid"])
         if int(status[b"Uid"].split()[0]) == uid:
-            count += int(status[b"Threads"])
-    return count
+            threads[pid] = int(status[b"Threads"])
+    own = set(below(root, found))
+    return sum(count for pid, count in threads.items() if pid not in own)
 
 
 def event_count(events: bytes, wanted: bytes) -> int:
