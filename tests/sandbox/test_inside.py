@@ -142,6 +142,33 @@ def test_where_a_user_is_shared_its_limits_and_attributes_are_out_of_reach() -> 
         assert run_filter(own, number) == ALLOW
 
 
+def test_a_program_that_lives_on_in_its_children_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    look, looks = tree.parents, []
+
+    def missing_one() -> dict[int, int]:
+        found = look()
+        if not looks and os.fork() == 0:
+            if os.fork() == 0:
+                time.sleep(60)
+            os._exit(0)
+        looks.append(found)
+        if len(looks) == 1:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        return found
+
+    monkeypatch.setattr(tree, "parents", missing_one)
+    pid = os.fork()
+    if pid == 0:
+        left = 99
+        try:
+            kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+            killed = tree.kill_except([], [])
+            left = len(tree.descendants(os.getpid())) if killed == 1 else 98
+        finally:
+            os._exit(left)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can have a user id of its own")
 def test_processes_that_start_meanwhile_are_not_outside_the_sandbox(tmp_path: Path) -> None:
     listed = tree.everybody

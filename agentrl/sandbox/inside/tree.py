@@ -128,17 +128,17 @@ def descendants(root: int) -> list[int]:
 
 
 def reap(known: list[int]) -> int:
-    """Reap zombies that nobody waits for, up to the first in `known`; return how many died of SIGKILL."""
-    killed = 0
+    """Reap zombies that nobody waits for, up to the first in `known`; return how many."""
+    reaped = 0
     while True:
         try:
             dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if dead is None or dead.si_pid in known:
-                return killed
-            _, status = os.waitpid(dead.si_pid, 0)
+                return reaped
+            os.waitpid(dead.si_pid, 0)
         except ChildProcessError:
-            return killed
-        killed += os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+            return reaped
+        reaped += 1
 
 
 def kill_at_once() -> bool:
@@ -168,7 +168,8 @@ def kill_all(owns_all: bool) -> int:
                 killed += os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
         except ChildProcessError:
             continue
-    return killed + reap([])
+    reap([])
+    return killed
 
 
 def kill_except(keep: list[int], known: list[int]) -> int:
@@ -189,8 +190,8 @@ def kill_except(keep: list[int], known: list[int]) -> int:
         for pid in strays:
             kill(pid)
         killed.update(strays)
-        reap(known)
-        if not strays or time.monotonic() > deadline:
+        ended = reap(known)  # maybe after it had started another that this look has missed
+        if not (strays or ended) or time.monotonic() > deadline:
             return len(killed)
         time.sleep(0.0005)
 
