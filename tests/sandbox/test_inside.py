@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import binascii
 import errno
+import fcntl
 import marshal
 import os
 import random
@@ -119,6 +120,16 @@ def test_without_unix_sockets_there_are_pairs_but_not_of_datagrams(network: bool
         assert run_filter(program, pair, (1, kind, 0)) == run_filter(program, pair, (1, kind | flags, 0)) == EPERM
 
 
+@pytest.mark.parametrize("unix", [False, True])
+def test_pairs_of_sockets_are_those_of_unix(unix: bool) -> None:
+    program = kernel.seccomp_filter(network=True, shared_memory=False, unix=unix)
+    pair = kernel.machine()[1]["socketpair"]
+    assert run_filter(program, pair, (socket.AF_UNIX, socket.SOCK_STREAM, 0)) == ALLOW
+    for family in (0, socket.AF_INET, socket.AF_TIPC, socket.AF_ALG):
+        for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+            assert run_filter(program, pair, (family, kind, 0)) == 0x00050000 | errno.EAFNOSUPPORT
+
+
 def test_where_a_user_is_shared_its_limits_and_attributes_are_out_of_reach() -> None:
     calls, unsupported = kernel.machine()[1], 0x00050000 | errno.EOPNOTSUPP
     shared, own = (kernel.shared_user_filter(own_user=own_user) for own_user in (False, True))
@@ -137,6 +148,16 @@ def test_where_a_user_is_shared_its_limits_and_attributes_are_out_of_reach() -> 
         assert {names[number] for number in numbers} == {
             f"{prefix}{verb}xattr" for prefix in ("", "l", "f") for verb in ("get", "list")
         }
+    # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR, FS_IOC_ENABLE_VERITY, BTRFS_IOC_SNAP_CREATE
+    for request in (0x80086601, 0x40086602, 0x401C581F, 0x40806685, 0x50009401):
+        assert run_filter(shared, calls["ioctl"], (0, request)) == 0x00050000 | errno.ENOTTY
+        assert run_filter(own, calls["ioctl"], (0, request)) == ALLOW
+    for request in (0x5401, 0x5413, 0x541B, 0x5451, 0x8912):  # of terminals, pipes and sockets; FIOCLEX
+        assert run_filter(shared, calls["ioctl"], (0, request)) == ALLOW
+    for command in (fcntl.F_SETLEASE, fcntl.F_NOTIFY):
+        assert run_filter(shared, calls["fcntl"], (0, command, 1)) == EPERM
+    for command in (fcntl.F_SETFD, fcntl.F_SETFL, fcntl.F_SETLK, fcntl.F_SETPIPE_SZ):
+        assert run_filter(shared, calls["fcntl"], (0, command, 1)) == ALLOW
     for number in numbers:
         assert run_filter(shared, number) == unsupported
         assert run_filter(own, number) == ALLOW

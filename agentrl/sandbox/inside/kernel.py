@@ -32,14 +32,15 @@ X86_64 = {
     "landlock_add_rule": 445, "landlock_restrict_self": 446, "socket": 41, "socketpair": 53, "mknod": 133,
     "mknodat": 259, "prlimit64": 302, "setrlimit": 160, "setpriority": 141,
     "sched_setaffinity": 203, "sched_setscheduler": 144, "sched_setparam": 142, "sched_setattr": 314,
-    "ioprio_set": 251, "ioctl": 16, "clone3": 435, "memfd_create": 319, "shmget": 29, "msgget": 68, "semget": 64,
-    "mq_open": 240, "kill": 62, "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297,
+    "ioprio_set": 251, "ioctl": 16, "fcntl": 72, "clone3": 435, "memfd_create": 319, "shmget": 29, "msgget": 68,
+    "semget": 64, "mq_open": 240, "kill": 62, "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129,
+    "rt_tgsigqueueinfo": 297,
 }  # fmt: skip
 AARCH64 = {
     "clone": 220, "pivot_root": 41, "mount_setattr": 442, "capset": 91, "landlock_create_ruleset": 444,
     "landlock_add_rule": 445, "landlock_restrict_self": 446, "socket": 198, "socketpair": 199, "mknodat": 33,
     "prlimit64": 261, "setrlimit": 164, "setpriority": 140, "sched_setaffinity": 122, "sched_setscheduler": 119,
-    "sched_setparam": 118, "sched_setattr": 274, "ioprio_set": 30, "ioctl": 29, "clone3": 435,
+    "sched_setparam": 118, "sched_setattr": 274, "ioprio_set": 30, "ioctl": 29, "fcntl": 25, "clone3": 435,
     "memfd_create": 279, "shmget": 194, "msgget": 186, "semget": 190, "mq_open": 180, "kill": 129, "tkill": 130,
     "tgkill": 131, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240,
 }  # fmt: skip
@@ -95,6 +96,12 @@ OF_THE_USER_AARCH64 = {
 READ_ATTRIBUTES = {"x86_64": range(191, 197), "aarch64": range(8, 14)}
 """getxattr, lgetxattr, fgetxattr, listxattr, llistxattr, flistxattr: the same for reading. Programs expect file
 systems that have no attributes."""
+
+OF_FILE_SYSTEMS = (0x58, 0x66, 0x76, 0x94, 0xF5)
+"""Types of ioctls that ext4, xfs, btrfs and f2fs have for files: a user may set flags, versions, encryption and
+more of each of its files, and make snapshots of its directories, having opened them only for reading."""
+LEASES = (1024, 1026)
+"""F_SETLEASE, with which a user can delay whoever opens the same file, and F_NOTIFY, an inotify of old."""
 
 MACHINES = {"x86_64": (0xC000003E, X86_64, DENIED_X86_64), "aarch64": (0xC00000B7, AARCH64, DENIED_AARCH64)}
 
@@ -235,12 +242,13 @@ def seccomp_filter(*, network: bool, shared_memory: bool, unix: bool = True, mor
         )  # fmt: skip
     else:
         rule("socket", (ret, 0, 0, eperm))
-    if not unix:
-        # Pairs of type SOCK_STREAM 1 and SOCK_SEQPACKET 5. One of datagrams could send them to any address.
-        rule(
-            "socketpair", (ld, 0, 0, arg(1)), (and_, 0, 0, 0xF), (jeq, 2, 0, 1), (jeq, 1, 0, 5),
-            (ret, 0, 0, eperm), (ret, 0, 0, allow),
-        )  # fmt: skip
+    # Pairs of AF_UNIX 1: others would load kernel modules, and TIPC has pairs. Without `unix`, only those of type
+    # SOCK_STREAM 1 and SOCK_SEQPACKET 5: one of datagrams could send them to any address.
+    types = [(ld, 0, 0, arg(1)), (and_, 0, 0, 0xF), (jeq, 2, 0, 1), (jeq, 1, 0, 5), (ret, 0, 0, eperm)]
+    rule(
+        "socketpair", (ld, 0, 0, arg(0)), (jeq, 1, 0, 1), (ret, 0, 0, 0x00050000 | 97),
+        *([] if unix else types), (ret, 0, 0, allow),
+    )  # fmt: skip
     for name, index in (("mknod", 1), ("mknodat", 2)):
         rule(
             name, (ld, 0, 0, arg(index)), (and_, 0, 0, 0xF000), (jeq, 1, 0, 0x2000), (jeq, 0, 1, 0x6000),
@@ -279,11 +287,12 @@ def shared_user_filter(*, own_user: bool) -> bytes:
 
     Args:
         own_user: False if the user id is shared with others: then modes, owners and times of files cannot be
-            changed either, there are no extended attributes, and programs cannot change their limit on processes.
+            changed either, there are no extended attributes, flags or leases, and programs cannot change their
+            limit on processes.
     """
     calls = machine()[1]
     refused = OF_THE_USER_X86_64 if os.uname().machine == "x86_64" else OF_THE_USER_AARCH64
-    allow, eperm = 0x7FFF0000, 0x00050000 | 1
+    allow, eperm, enotty = 0x7FFF0000, 0x00050000 | 1, 0x00050000 | 25
     code: list[tuple[int, int, int, int]] = [(0x20, 0, 0, 0)]
 
     def rule(name: str, *body: tuple[int, int, int, int]) -> None:
@@ -300,6 +309,13 @@ def shared_user_filter(*, own_user: bool) -> bytes:
         rule(
             "prlimit64", (0x20, 0, 0, 24), (0x15, 0, 5, nproc), (0x20, 0, 0, 32), (0x15, 0, 2, 0),
             (0x20, 0, 0, 36), (0x15, 1, 0, 0), (6, 0, 0, eperm), (6, 0, 0, allow),
+        )  # fmt: skip
+        kinds = [(0x15, len(OF_FILE_SYSTEMS) - at, 0, kind << 8) for at, kind in enumerate(OF_FILE_SYSTEMS)]
+        rule("ioctl", (0x20, 0, 0, 24), (0x54, 0, 0, 0xFF00), *kinds, (6, 0, 0, allow), (6, 0, 0, enotty))
+        lease, notify = LEASES
+        rule(
+            "fcntl", (0x20, 0, 0, 24), (0x15, 1, 0, lease), (0x15, 0, 1, notify),
+            (6, 0, 0, eperm), (6, 0, 0, allow),
         )  # fmt: skip
         for number in sorted(refused.values()):
             code += [(0x15, 0, 1, number), (6, 0, 0, eperm)]
