@@ -254,6 +254,18 @@ def test_an_interpreter_in_a_home_directory_brings_no_user_data(
     assert seen(tmp_path) == []
     assert seen(home / "python") == [f"{home}/python"]
     assert seen(Path("/usr")) == ["/usr"]
+    at_the_top = [f"/{name}" for name in ("bin", "include", "lib", "lib64")]
+    assert seen(Path("/")) == [path for path in at_the_top if os.path.lexists(path)]
+
+    def only_who_runs_it(uid: int) -> SimpleNamespace:
+        if uid != 23456:
+            raise KeyError(uid)
+        return SimpleNamespace(pw_dir=str(home))
+
+    monkeypatch.setattr(keeper.pwd, "getpwuid", only_who_runs_it)
+    assert seen(home) == [str(home)]
+    monkeypatch.setattr(keeper.os, "getuid", lambda: 23456)
+    assert seen(home) == [f"{home}/bin", f"{home}/lib"]
 
 
 def test_frames_survive_any_cutting() -> None:

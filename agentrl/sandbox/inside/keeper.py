@@ -7,6 +7,7 @@ killed.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -49,15 +50,14 @@ def interpreter_paths() -> list[str]:
     only its programs and libraries."""
     prefix = sys.base_prefix
     real = os.path.realpath(prefix)
-    try:
-        home = os.path.realpath(pwd.getpwuid(os.stat(real).st_uid).pw_dir)
-    except KeyError:
+    homes = []
+    for uid in (os.stat(real).st_uid, os.getuid()):
+        with contextlib.suppress(KeyError):
+            homes.append(os.path.realpath(pwd.getpwuid(uid).pw_dir))
+    if not any(real == f"{home}/.local" or os.path.commonpath([real, home]) == real for home in homes):
         return [prefix]
-    if real != f"{home}/.local" and not f"{home}/".startswith(f"{real}/"):
-        return [prefix]
-    return [
-        f"{prefix}/{name}" for name in ("bin", "include", "lib", "lib64") if os.path.lexists(f"{prefix}/{name}")
-    ]
+    places = (os.path.join(prefix, name) for name in ("bin", "include", "lib", "lib64"))
+    return [place for place in places if os.path.lexists(place)]
 
 
 def base_env(home: str, tmp: str, extra: dict[str, str]) -> dict[str, str]:
@@ -345,7 +345,7 @@ def build_jail(order: dict[str, Any], folder: str, uid: int, gid: int) -> tuple[
         inner_uid = inner_gid = jail.BOX_ID
     binds = [path for path in SYSTEM if os.path.lexists(path)]
     if not any(sys.base_prefix == path or sys.base_prefix.startswith(path + "/") for path in binds):
-        binds += order["interpreter"]
+        binds += [path for path in order["interpreter"] if path not in binds]
     binds += [path for path in order["readonly"] if path not in binds]
     proc = jail.build(
         binds,
