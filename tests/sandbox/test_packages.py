@@ -83,3 +83,16 @@ async def test_without_readonly_the_folder_does_not_exist_inside(packages: Path)
         result = await box.python(f"import os\nprint(os.path.exists({str(packages)!r}))\nimport only_here")
         assert result.text() == "False\n"
         assert "No module named 'only_here'" in result.error_text()
+
+
+@pytest.mark.skipif(shutil.which("git", path="/usr/bin:/bin") is None, reason="git is not installed")
+@pytest.mark.parametrize("name", ["namespace", "landlock"])
+async def test_git_commits_inside(name: str) -> None:
+    """Also where the system's configuration may not be read."""
+    user = "-c user.name=agent -c user.email=agent@example.org"
+    async with SandboxPool(spec_for(name), min_idle=0) as pool, pool.lease() as box:
+        done = await box.run(
+            f"git init -q . && echo 1 > f && git add f && git {user} commit -qm first && git log -1"
+        )
+        assert done.ok, done
+        assert b"first" in done.stdout

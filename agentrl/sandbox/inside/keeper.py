@@ -385,7 +385,9 @@ def build_folder(order: dict[str, Any], folder: str, uid: int, gid: int) -> tupl
     home, tmp = f"{folder}/workspace", f"{folder}/tmp"
     limits = dict(order["rlimits"])
     filters, seccomp, foreign_seccomp, oom_fd, user_limit = None, b"", b"", -1, None
+    env = dict(order["env"])
     if order["mode"] == "landlock":
+        env.setdefault("GIT_CONFIG_NOSYSTEM", "1")  # git fails if it may not read the system's configuration
         system = (*SYSTEM, "/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf")
         readable = [path for path in (*system, *order["interpreter"], *order["readonly"]) if os.path.exists(path)]
         devices = [f"/dev/{name}" for name in jail.DEVICES]
@@ -407,7 +409,7 @@ def build_folder(order: dict[str, Any], folder: str, uid: int, gid: int) -> tupl
     os.chdir(home)
     return child.Confinement(
         home=home,
-        env=base_env(home, tmp, order["env"]),
+        env=base_env(home, tmp, env),
         limits=limits,
         oom_fd=oom_fd,
         landlock=filters,
