@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl.config.datafiles import SAVED, data_files
 from agentrl.env.env import Env
+from agentrl.env.toolenv.scoring import ScoredEnv
 from agentrl.errors import ConfigError
 from agentrl.types import Task
 
@@ -167,25 +168,17 @@ def load_rows(
     tasks: list[Task] = []
     for path in files:
         before = len(tasks)
-        # Only `setup` says which arguments may be missing.
-        fills = (path.suffix == ".parquet" or path.is_dir()) and hasattr(env, "setup")
+        fills = path.suffix == ".parquet" or path.is_dir()
         for number, given in read_rows(path):
             row = _renamed(given, columns or {}, f"{path}:{number}")
-            if fills and not env.row_problem(lean := _without_nulls(row)):
-                row = lean
-            elif problem := env.row_problem(row):
+            if fills and issubclass(env, ScoredEnv):  # its `setup` says which arguments may be missing
+                row = env.spec().setup.without_nulls(row)
+            if problem := env.row_problem(row):
                 raise ConfigError(f"{path}:{number}: {problem}")
             tasks.append(Task(f"{names[path]}-{number}", row, seed + len(tasks) + 1))
         if len(tasks) == before:
             raise ConfigError(f"{path}: no rows")
     return tasks
-
-
-def _without_nulls(value: Any) -> Any:
-    """Without keys whose value is null: in columns, a key that one row has is null in all rows without it."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _names(files: Sequence[Path]) -> Mapping[Path, str]:

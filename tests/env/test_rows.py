@@ -212,3 +212,20 @@ def test_keys_that_other_rows_have_are_missing_in_columns_as_in_lines(tmp_path):
     found = [load_rows(tmp_path / name, Shop) for name in ("rows.jsonl", "rows.parquet")]
     assert [[task.row for task in tasks] for tasks in found] == [given, given]
     assert [task.row["hint"] for task in load_rows(tmp_path / "rows.parquet", Needs)] == [None, "look"]
+
+
+def test_a_null_that_one_argument_needs_keeps_no_other(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    class Exam(ToolEnv):
+        def setup(self, question: str, answer: int | None, stock: dict, hint: str = "none") -> str:
+            return question
+
+    given = [
+        {"question": "a", "answer": 1, "stock": {"pear": 2}, "hint": "look"},
+        {"question": "b", "answer": None, "stock": {"apple": 1}},
+    ]
+    parquet.write_table(
+        pyarrow.Table.from_pylist([{"hint": None, **row} for row in given]), tmp_path / "rows.parquet"
+    )
+    assert [task.row for task in load_rows(tmp_path / "rows.parquet", Exam)] == given

@@ -116,6 +116,27 @@ class SetupSpec:
             found = adapter.validate_python({name: value}, strict=False)
         return found[name]
 
+    def without_nulls(self, row: Mapping[str, object]) -> dict[str, object]:
+        """The row without keys whose value is null, except those that an argument needs.
+
+        In columns, a key that one row has is null in all rows without it.
+        """
+        found: dict[str, object] = {}
+        for name, value in row.items():
+            lean = _without_nulls(value)
+            if value is not None:
+                found[name] = lean if self._fits(name, lean) else value
+            elif name in self.required:
+                found[name] = None
+        return found
+
+    def _fits(self, name: str, value: object) -> bool:
+        try:
+            self._converted(name, value)
+        except Exception:  # also of code of a type, like __post_init__
+            return False
+        return True
+
     def problem(self, row: Mapping[str, object]) -> str | None:
         """The problem with `row`, in one line; None if it fits."""
         missing = [name for name in self.required if name not in row]
@@ -139,6 +160,12 @@ class SetupSpec:
                 except Exception as e:  # code of a type, like __post_init__
                     return f"argument {name!r}: refused by its type: {type(e).__name__}: {e} ({self.where})"
         return None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, slots=True)
