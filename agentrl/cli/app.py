@@ -36,6 +36,7 @@ from agentrl.cli.view import view
 from agentrl.errors import AgentRLError, ConfigError, TemplateError
 from agentrl.extras import missing_extra
 from agentrl.garbage import collect_rarely
+from agentrl.sigterm import as_ctrl_c, of_this_process
 
 app = typer.Typer(
     help=(
@@ -149,9 +150,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     collect_rarely()
     warnings.formatwarning = _visible_warning  # which may quote a sandbox or a server, as tracebacks may
-    terminates = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    in_main_thread = threading.current_thread() is threading.main_thread()  # only there may handlers be set
+    terminates = in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if terminates:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # a command cleans up as after Ctrl-C
+        signal.signal(signal.SIGTERM, of_this_process(as_ctrl_c))
     try:
         app(args=list(argv) if argv is not None else None, prog_name="agentrl", standalone_mode=True)
     except AgentRLError as e:

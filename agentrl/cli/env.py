@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from agentrl.cli.options import Overrides, client_secret
+from agentrl.sigterm import set_at_end
 
 if TYPE_CHECKING:
     from agentrl.config import RunConfig
@@ -177,8 +177,7 @@ async def _serve(sessions: Sessions, host: str, port: int, token: str | None, un
     from agentrl.env_server.serve import serving_env
 
     ended, loop, source = asyncio.Event(), asyncio.get_running_loop(), sessions.source
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ended.set)
+    set_at_end(ended)
     if until_eof:
         threading.Thread(target=_read_to_end, args=(loop, ended), daemon=True).start()
     async with serving_env(sessions, host=host, port=port, token=token) as url:

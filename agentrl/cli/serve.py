@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentrl.cli.options import PlayOverrides, check_effect, client_secret, policy_folder, trained_by
+from agentrl.sigterm import set_at_end
 
 if TYPE_CHECKING:
     from agentrl.chat.template import Renderer
@@ -204,9 +204,7 @@ async def _with_engine(policy: _Policy, use: Using) -> None:
     from agentrl.engine.open import open_engine
 
     ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ended.set)
+    set_at_end(ended)
     opening = asyncio.ensure_future(open_engine(policy.engine, policy.directory, ray=policy.ray))
     leaving = asyncio.ensure_future(ended.wait())
     await asyncio.wait((opening, leaving), return_when=asyncio.FIRST_COMPLETED)

@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import TypeVar
 
+from agentrl.sigterm import of_this_process
+
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.2
@@ -106,7 +108,7 @@ def stop_requested(
             telling.append(thread)
 
     caught = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, handle) for number in caught}
+    before = {number: signal.signal(number, of_this_process(handle)) for number in caught}
     try:
         yield request
     finally:

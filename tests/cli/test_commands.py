@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -747,6 +751,55 @@ def test_an_error_of_the_machine_is_one_line(error: Exception, said: str, monkey
     with pytest.raises(SystemExit):
         main([])
     assert capsys.readouterr().err.startswith(said)
+
+
+def test_a_command_runs_in_any_thread(monkeypatch):
+    ran: list[str] = []
+    monkeypatch.setattr("agentrl.cli.app.app", lambda **_: ran.append("here"))
+    thread = threading.Thread(target=main, args=([],))
+    thread.start()
+    thread.join()
+    assert ran == ["here"]
+
+
+@pytest.mark.parametrize(
+    ("on_ctrl_c", "seen"), [(signal.default_int_handler, "CancelledError"), (signal.SIG_IGN, "KeyboardInterrupt")]
+)
+def test_sigterm_cancels_what_a_command_awaits_as_ctrl_c_does(on_ctrl_c, seen: str, monkeypatch):
+    left: list[str] = []
+
+    async def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.Event().wait()
+        except BaseException as e:
+            left.append(type(e).__name__)
+            raise
+
+    monkeypatch.setattr("agentrl.cli.app.app", lambda **_: asyncio.run(work()))
+    before = signal.signal(signal.SIGINT, on_ctrl_c)  # SIG_IGN: in a background job of a script
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main([])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (left, ended.value.code) == ([seen], 130)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_what_a_command_forks_ends_on_sigterm_without_a_word(monkeypatch, capfd):
+    ready = multiprocessing.get_context("fork").Event()
+    process = multiprocessing.get_context("fork").Process(target=lambda: (ready.set(), signal.pause()))
+
+    def forks(**_: object) -> None:
+        process.start()
+        ready.wait()
+        process.terminate()
+        process.join()
+
+    monkeypatch.setattr("agentrl.cli.app.app", forks)
+    main([])
+    assert (process.exitcode, capfd.readouterr().err) == (-signal.SIGTERM, "")
 
 
 def test_a_deleted_current_folder_is_one_line(tmp_path: Path, monkeypatch, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import multiprocessing
 import os
 import pty
 import select
@@ -17,6 +18,7 @@ from typing import IO, Any
 
 import pytest
 
+from agentrl.sigterm import set_at_end
 from agentrl.trainer.signals import stop_requested
 
 
@@ -188,6 +190,38 @@ def test_an_asyncio_loop_sees_the_request_at_its_next_step():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "left after 4 by SIGINT\n"
     assert result.returncode == 0
+
+
+def forked_and_terminated() -> int | None:
+    """The exit code of a process that a reward forks, gives up on and terminates; None if it does not end."""
+    ready = multiprocessing.get_context("fork").Event()
+    process = multiprocessing.get_context("fork").Process(target=lambda: (ready.set(), signal.pause()))
+    process.start()
+    ready.wait()
+    process.terminate()
+    process.join(10)
+    code = process.exitcode
+    process.kill()
+    process.join()
+    return code
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+async def test_what_an_env_forks_ends_on_sigterm_and_nothing_else_does():
+    with stop_requested() as stop:
+        assert await asyncio.to_thread(forked_and_terminated) == -signal.SIGTERM
+        assert not stop
+    ended = asyncio.Event()
+    set_at_end(ended)  # of `agentrl serve` and `agentrl env serve`
+    try:
+        assert await asyncio.to_thread(forked_and_terminated) == -signal.SIGTERM
+        await asyncio.sleep(0)
+        assert not ended.is_set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await ended.wait()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(number)
 
 
 def test_elsewhere_than_in_the_main_thread_signals_stay_as_they_are():

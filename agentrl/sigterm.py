@@ -1,0 +1,48 @@
+"""What SIGTERM does in a command, and in the processes that it forks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+from weakref import WeakSet
+
+Handler = Callable[[int, FrameType | None], object]
+
+_handlers: WeakSet[Any] = WeakSet()
+
+
+def of_this_process(handler: Handler) -> Handler:
+    """The same handler, for SIGTERM in this process alone.
+
+    What an env forks ends on SIGTERM, as `terminate` of a `multiprocessing` process or pool expects. One that
+    catches it would let the pool wait forever.
+    """
+    _handlers.add(handler)
+    return handler
+
+
+def as_ctrl_c(number: int, frame: FrameType | None) -> None:
+    """Do what Ctrl-C would do now, which asyncio answers by cancelling its main task; also where it is ignored."""
+    handler = signal.getsignal(signal.SIGINT)
+    (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
+
+
+def set_at_end(event: asyncio.Event) -> None:
+    """Set an event of the running loop on SIGINT and SIGTERM."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, event.set)
+    _handlers.add(signal.getsignal(signal.SIGTERM))
+
+
+def _forget_handler() -> None:
+    if signal.getsignal(signal.SIGTERM) in _handlers:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)  # before Python 3.12, the parent's event loop would get the signal
+
+
+os.register_at_fork(after_in_child=_forget_handler)
