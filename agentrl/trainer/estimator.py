@@ -162,27 +162,25 @@ def _check_values(values_N: object, step: StepData, what: str) -> None:
 
 
 def _small_step(needs: Set[str]) -> _SmallStep:
-    """Two groups of two episodes, one that scored the same, and an episode whose siblings failed.
-
-    Of up to two turns, with the fields that a run fills, and those that are needed.
-    """
+    """Two groups of two episodes and one that scored the same, of up to two turns, with the fields that a run
+    fills, and those that are needed."""
 
     def given(name: str, tensor: Tensor) -> Tensor | None:
         return tensor if name in needs else None
 
-    sequence_N = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 4, 5, 5, 6])
-    rewards_E = torch.tensor([1.0, 0.0, 0.5, 0.25, 0.5, 0.5, 1.0], dtype=torch.float64)
+    sequence_N = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 4, 5, 5])
+    rewards_E = torch.tensor([1.0, 0.0, 0.5, 0.25, 0.5, 0.5], dtype=torch.float64)
     random = torch.Generator().manual_seed(0)
     return _SmallStep(
         rewards_E=rewards_E,
-        group_E=torch.tensor([0, 0, 1, 1, 2, 2, 3]),
+        group_E=torch.tensor([0, 0, 1, 1, 2, 2]),
         sequence_N=sequence_N,
         rewards_N=rewards_at_end(rewards_E, sequence_N),
-        turn_N=torch.tensor([0, 0, 1, 0, 1, 0, 0, 1, 1, 0, 0, 0, 1, 0]),
-        components_EK=torch.rand(7, 2, generator=random, dtype=torch.float64),
+        turn_N=torch.tensor([0, 0, 1, 0, 1, 0, 0, 1, 1, 0, 0, 0, 1]),
+        components_EK=torch.rand(6, 2, generator=random, dtype=torch.float64),
         component_names=("first", "second"),
-        length_E=torch.tensor([3.0, 2.0, 4.0, 1.0, 1.0, 2.0, 1.0], dtype=torch.float64),
-        old_logprobs_N=given("old_logprobs_N", -torch.rand(14, generator=random, dtype=torch.float64)),
-        sum_pi_squared_N=given("sum_pi_squared_N", torch.rand(14, generator=random, dtype=torch.float64)),
-        correction_N=given("correction_N", torch.ones(14, dtype=torch.float64)),
+        length_E=torch.tensor([3.0, 2.0, 4.0, 1.0, 1.0, 2.0], dtype=torch.float64),
+        old_logprobs_N=given("old_logprobs_N", -torch.rand(13, generator=random, dtype=torch.float64)),
+        sum_pi_squared_N=given("sum_pi_squared_N", torch.rand(13, generator=random, dtype=torch.float64)),
+        correction_N=given("correction_N", torch.ones(13, dtype=torch.float64)),
     )

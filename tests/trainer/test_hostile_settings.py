@@ -19,7 +19,7 @@ from agentrl.errors import AgentRLError, ConfigError
 from agentrl.reporting.report import Silent
 from agentrl.rollout.episode_metrics import group_has_signal
 from agentrl.run_folder.store import RunStore
-from agentrl.trainer.estimator import make_estimator
+from agentrl.trainer.estimator import NamedEstimator, make_estimator
 from agentrl.trainer.run import train_run
 from agentrl.types import Group, Message, Task
 from tests.env.test_toolenv import episode_of
@@ -187,22 +187,24 @@ def test_an_advantage_of_your_own_that_reads_what_it_did_not_declare_starts_no_r
         make_estimator(AlgorithmConfig.model_validate(own))
 
 
-@pytest.mark.parametrize(
-    ("std", "rewards"),
-    [("((r - r.mean()) ** 2).sum().div(len(r) - 1) + 1e-6", "1"), ("r.std(unbiased=False)", "0.5, 0.5")],
-)
-def test_an_advantage_of_your_own_takes_groups_of_one_and_of_equal_rewards(tmp_path: Path, std: str, rewards: str):
-    text = f"""
-def compared(step):
+def test_an_advantage_of_your_own_takes_groups_of_equal_rewards_and_needs_none_of_one(tmp_path: Path):
+    text = """
+def compared(step, unbiased, eps):
     out = step.rewards_E.clone()
     for group in step.group_E.unique():
         r = step.rewards_E[step.group_E == group]
-        out[step.group_E == group] = (r - r.mean()) / ({std})
+        out[step.group_E == group] = (r - r.mean()) / (r.std(unbiased=unbiased) + eps)
     return out[step.sequence_N]
 """
     (tmp_path / "own.py").write_text(text)
-    with pytest.raises(ConfigError, match=f"some are not finite, first in a group with the rewards {rewards}$"):
-        make_estimator(AlgorithmConfig.model_validate({"advantage": f"{tmp_path}/own.py:compared"}))
+
+    def estimator(unbiased: bool, eps: float) -> NamedEstimator:
+        own = {"use": f"{tmp_path}/own.py:compared", "options": {"unbiased": unbiased, "eps": eps}}
+        return make_estimator(AlgorithmConfig.model_validate({"advantage": own}))
+
+    with pytest.raises(ConfigError, match=r"some are not finite, first in a group with the rewards 0\.5, 0\.5$"):
+        estimator(False, 0.0)
+    assert estimator(True, 1e-6), "whose divisor is 0 for a group of one"
 
 
 def test_a_weight_that_was_asked_for_is_there(tmp_path: Path):
