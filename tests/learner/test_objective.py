@@ -279,7 +279,7 @@ def test_your_own_estimator_and_loss(small_dir: Path, tmp_path: Path):
         ("loss", "nothing", "has no 'nothing'"),
         ("loss", "steep", "its gradient is not finite"),
         ("loss", "taken", "its metric 'reward' would replace agentrl's"),
-        ("advantage", "by_episode", r"one advantage for each token, a tensor of shape \(10,\), got \(4,\)"),
+        ("advantage", "by_episode", r"one advantage for each token, a tensor of shape \(13,\), got \(6,\)"),
         ("advantage", "broken", "raised AttributeError"),
     ],
 )
