@@ -26,7 +26,7 @@ def of_this_process(handler: Handler) -> Handler:
 
 
 def as_ctrl_c(number: int, frame: FrameType | None) -> None:
-    """Do what Ctrl-C would do now, which asyncio answers by cancelling its main task; also where it is ignored."""
+    """Do what Ctrl-C would do now, which asyncio answers by cancelling its main task."""
     handler = signal.getsignal(signal.SIGINT)
     (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
 

@@ -151,7 +151,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     collect_rarely()
     warnings.formatwarning = _visible_warning  # which may quote a sandbox or a server, as tracebacks may
     in_main_thread = threading.current_thread() is threading.main_thread()  # only there may handlers be set
-    terminates = in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    given = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    # Where Ctrl-C is ignored (background jobs of scripts), asyncio does not catch it, and servers would drop it.
+    terminates = in_main_thread and given[0] is signal.SIG_DFL and given[1] is not signal.SIG_IGN
     if terminates:
         signal.signal(signal.SIGTERM, of_this_process(as_ctrl_c))
     try:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -762,10 +763,15 @@ def test_a_command_runs_in_any_thread(monkeypatch):
     assert ran == ["here"]
 
 
-@pytest.mark.parametrize(
-    ("on_ctrl_c", "seen"), [(signal.default_int_handler, "CancelledError"), (signal.SIG_IGN, "KeyboardInterrupt")]
-)
-def test_sigterm_cancels_what_a_command_awaits_as_ctrl_c_does(on_ctrl_c, seen: str, monkeypatch):
+@pytest.fixture
+def on_ctrl_c(request: pytest.FixtureRequest) -> Iterator[object]:
+    before = signal.signal(signal.SIGINT, request.param)
+    yield request.param
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("on_ctrl_c", [signal.default_int_handler], indirect=True)
+def test_sigterm_cancels_what_a_command_awaits_as_ctrl_c_does(on_ctrl_c, monkeypatch):
     left: list[str] = []
 
     async def work() -> None:
@@ -777,13 +783,18 @@ def test_sigterm_cancels_what_a_command_awaits_as_ctrl_c_does(on_ctrl_c, seen: s
             raise
 
     monkeypatch.setattr("agentrl.cli.app.app", lambda **_: asyncio.run(work()))
-    before = signal.signal(signal.SIGINT, on_ctrl_c)  # SIG_IGN: in a background job of a script
-    try:
-        with pytest.raises(SystemExit) as ended:
-            main([])
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert (left, ended.value.code) == ([seen], 130)
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert (left, ended.value.code) == (["CancelledError"], 130)
+
+
+@pytest.mark.parametrize("on_ctrl_c", [signal.SIG_IGN, signal.default_int_handler], indirect=True)
+def test_where_ctrl_c_is_ignored_sigterm_ends_the_process(on_ctrl_c, monkeypatch):
+    """As in a background job of a script: uvicorn would take its KeyboardInterrupt for an error of a request."""
+    seen: list[object] = []
+    monkeypatch.setattr("agentrl.cli.app.app", lambda **_: seen.append(signal.getsignal(signal.SIGTERM)))
+    main([])
+    assert (seen == [signal.SIG_DFL]) == (on_ctrl_c is signal.SIG_IGN)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")

@@ -23,7 +23,7 @@ from agentrl.sandbox import PromiseNotEnforceable, Sandbox, SandboxError, Sandbo
 from agentrl.sandbox.local import LocalProcess
 from agentrl.testing.sandbox_suite import hostile
 from agentrl.testing.sandbox_suite.stage import Stage
-from tests.sandbox.sandbox_specs import spec_for
+from tests.sandbox.sandbox_specs import ORDINARY_USER, spec_for
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -405,6 +405,8 @@ except OSError:
 @pytest.mark.parametrize("name", ["namespace", "namespace_user", "landlock", "landlock_user"])
 async def test_other_sandboxes_do_not_take_the_processes_of_one(name: str) -> None:
     spec = replace(spec_for(name), pids=6)
+    if spec.run_as is not None:  # a user whose processes no other test counts
+        spec = replace(spec, run_as=ORDINARY_USER + 1)
     bomb = "import os, time\nfor _ in range(199):\n    if not os.fork(): time.sleep(60)"
     async with SandboxPool(spec, min_idle=0) as pool, contextlib.AsyncExitStack() as stack:
         one = await stack.enter_async_context(pool.lease())
