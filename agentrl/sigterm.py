@@ -25,12 +25,6 @@ def of_this_process(handler: Handler) -> Handler:
     return handler
 
 
-def as_ctrl_c(number: int, frame: FrameType | None) -> None:
-    """Do what Ctrl-C would do now, which asyncio answers by cancelling its main task."""
-    handler = signal.getsignal(signal.SIGINT)
-    (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
-
-
 def set_at_end(event: asyncio.Event) -> None:
     """Set an event of the running loop on SIGINT and SIGTERM."""
     loop = asyncio.get_running_loop()

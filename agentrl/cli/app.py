@@ -36,7 +36,6 @@ from agentrl.cli.view import view
 from agentrl.errors import AgentRLError, ConfigError, TemplateError
 from agentrl.extras import missing_extra
 from agentrl.garbage import collect_rarely
-from agentrl.sigterm import as_ctrl_c, of_this_process
 
 app = typer.Typer(
     help=(
@@ -150,12 +149,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     collect_rarely()
     warnings.formatwarning = _visible_warning  # which may quote a sandbox or a server, as tracebacks may
-    in_main_thread = threading.current_thread() is threading.main_thread()  # only there may handlers be set
-    given = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    # Where Ctrl-C is ignored (background jobs of scripts), asyncio does not catch it, and servers would drop it.
-    terminates = in_main_thread and given[0] is signal.SIG_DFL and given[1] is not signal.SIG_IGN
-    if terminates:
-        signal.signal(signal.SIGTERM, of_this_process(as_ctrl_c))
     try:
         app(args=list(argv) if argv is not None else None, prog_name="agentrl", standalone_mode=True)
     except AgentRLError as e:
@@ -181,8 +174,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
-        if terminates:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sys.excepthook = _show_traceback  # typer has set its own
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as a background job of a shell has it
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)  # nothing can catch it while Python ends

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import multiprocessing
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -761,56 +757,6 @@ def test_a_command_runs_in_any_thread(monkeypatch):
     thread.start()
     thread.join()
     assert ran == ["here"]
-
-
-@pytest.fixture
-def on_ctrl_c(request: pytest.FixtureRequest) -> Iterator[object]:
-    before = signal.signal(signal.SIGINT, request.param)
-    yield request.param
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.parametrize("on_ctrl_c", [signal.default_int_handler], indirect=True)
-def test_sigterm_cancels_what_a_command_awaits_as_ctrl_c_does(on_ctrl_c, monkeypatch):
-    left: list[str] = []
-
-    async def work() -> None:
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.Event().wait()
-        except BaseException as e:
-            left.append(type(e).__name__)
-            raise
-
-    monkeypatch.setattr("agentrl.cli.app.app", lambda **_: asyncio.run(work()))
-    with pytest.raises(SystemExit) as ended:
-        main([])
-    assert (left, ended.value.code) == (["CancelledError"], 130)
-
-
-@pytest.mark.parametrize("on_ctrl_c", [signal.SIG_IGN, signal.default_int_handler], indirect=True)
-def test_where_ctrl_c_is_ignored_sigterm_ends_the_process(on_ctrl_c, monkeypatch):
-    """As in a background job of a script: uvicorn would take its KeyboardInterrupt for an error of a request."""
-    seen: list[object] = []
-    monkeypatch.setattr("agentrl.cli.app.app", lambda **_: seen.append(signal.getsignal(signal.SIGTERM)))
-    main([])
-    assert (seen == [signal.SIG_DFL]) == (on_ctrl_c is signal.SIG_IGN)
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_what_a_command_forks_ends_on_sigterm_without_a_word(monkeypatch, capfd):
-    ready = multiprocessing.get_context("fork").Event()
-    process = multiprocessing.get_context("fork").Process(target=lambda: (ready.set(), signal.pause()))
-
-    def forks(**_: object) -> None:
-        process.start()
-        ready.wait()
-        process.terminate()
-        process.join()
-
-    monkeypatch.setattr("agentrl.cli.app.app", forks)
-    main([])
-    assert (process.exitcode, capfd.readouterr().err) == (-signal.SIGTERM, "")
 
 
 def test_a_deleted_current_folder_is_one_line(tmp_path: Path, monkeypatch, capsys):
