@@ -1,4 +1,4 @@
-"""What SIGTERM does in a command, and in the processes that it forks."""
+"""Handlers of SIGTERM for a command, but not for the processes that its envs fork."""
 
 from __future__ import annotations
 

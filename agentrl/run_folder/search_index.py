@@ -60,7 +60,7 @@ class Query:
 
     Attributes:
         text: a part of what was said, in any case; a regular expression where `regex` is set.
-        outcome: of a call of `tool`, or of any tool; `parse_error` is that of a call without a tool.
+        outcome: of a call of `tool`, or of any tool; `parse_error` finds calls that could not be parsed.
         run: the path of one run.
         tag: of the runs to search.
     """

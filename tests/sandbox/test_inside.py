@@ -190,7 +190,7 @@ def test_a_program_that_lives_on_in_its_children_is_ended(monkeypatch: pytest.Mo
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can have a user id of its own")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can switch to another user id")
 def test_processes_that_start_meanwhile_are_not_outside_the_sandbox(tmp_path: Path) -> None:
     listed = tree.everybody
 

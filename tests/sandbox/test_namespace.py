@@ -255,7 +255,7 @@ async def test_memory_bombs_do_not_take_the_supervisor() -> None:
             async with pool.lease() as box:
                 for _ in range(4):
                     result = await box.python(code)
-                    # Without a control group, a process that is too large runs into a limit of its own.
+                    # Without a control group, a process that is too large hits its own rlimit.
                     assert result.outcome in (("oom",) if os.getuid() == 0 else ("oom", "exit")), (name, result)
                     assert (await box.python("print(1)")).text() == "1\n", name
 

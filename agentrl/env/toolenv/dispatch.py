@@ -168,20 +168,14 @@ def listed(function: Callable[..., object]) -> Callable[..., object]:
     return call
 
 
-async def call_and_read(
-    function: Callable[..., object],
-    arguments: Mapping[str, object],
-    timeout_s: float | None,
-    *,
-    inline: bool = False,
-    apart: bool = False,
+async def read_returned(
+    value: object, function: Callable[..., object], timeout_s: float | None, apart: bool
 ) -> Any:
-    """Call a tool as `call_function` does. An iterator that it returns is read, never on the event loop."""
-    value = await call_function(listed(function), arguments, timeout_s, inline=inline, apart=apart)
+    """Read an iterator that an async tool returned, on a thread; other values are unchanged."""
     if not isinstance(value.content if isinstance(value, Stop | ToolResult) else value, Iterator):
         return value
-    returned_by_async = functools.wraps(function)(lambda: value)
-    return await call_function(listed(returned_by_async), {}, timeout_s, apart=apart)
+    returned = functools.wraps(function)(lambda: value)
+    return await call_function(listed(returned), {}, timeout_s, apart=apart)
 
 
 def _read(value: Any) -> Any:

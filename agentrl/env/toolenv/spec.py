@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 
 from agentrl.env.solved import BY_NAME, SolvedRule, rule_of
 from agentrl.env.toolenv.declare import REWARD_MARK, TOOL_MARK, RewardMark, ToolMark
-from agentrl.env.toolenv.dispatch import call_and_read
+from agentrl.env.toolenv.dispatch import call_function, listed, read_returned
 from agentrl.env.toolenv.json_schema import (
     Signature,
     check_name,
@@ -75,7 +75,9 @@ class MethodTool:
 
     async def call(self, arguments: dict[str, object], timeout_s: float | None) -> object:
         """Run the function. Raises CallTimeout, and whatever the function raises."""
-        return await call_and_read(self.function, arguments, timeout_s, inline=self.inline, apart=self.parallel)
+        function = listed(self.function)
+        value = await call_function(function, arguments, timeout_s, inline=self.inline, apart=self.parallel)
+        return await read_returned(value, self.function, timeout_s, self.parallel)
 
 
 @dataclass(frozen=True, slots=True)
