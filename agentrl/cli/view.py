@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from agentrl.view.library import Library
 
 
 def view(
@@ -66,19 +69,20 @@ def view(
 
 async def _serve(paths: list[Path], port: int, browse: bool) -> None:
     import asyncio
+    import contextlib
     import secrets
-    import sys
+    import threading
     import webbrowser
     from urllib.parse import urlsplit
 
-    from agentrl.errors import ConfigError
     from agentrl.serve.listen import running
     from agentrl.view.library import Library
     from agentrl.view.preferences import Preferences, preferences_file
-    from agentrl.view.view_server import create_view
+    from agentrl.view.view_server import Events, create_view
 
     token, library, hosts = secrets.token_urlsafe(24), Library(paths), set[str]()
-    app = create_view(library, token, hosts, Preferences(preferences_file()))
+    events = Events(library)
+    app = create_view(library, token, hosts, Preferences(preferences_file()), events)
     async with running(app, port=port) as address:
         bound = urlsplit(address).port
         hosts |= {f"127.0.0.1:{bound}", f"localhost:{bound}"}
@@ -86,8 +90,18 @@ async def _serve(paths: list[Path], port: int, browse: bool) -> None:
         print(f"{url}\nstop with Ctrl-C", flush=True)
         if browse:
             webbrowser.open(url)
-        try:
-            await asyncio.to_thread(library.indexed)  # so that the first search need not wait
-        except ConfigError as e:  # all other pages work without the index
-            print(f"no search: {e}", file=sys.stderr)
-        await asyncio.Event().wait()
+        # so that the first search need not wait; a daemon, so that Ctrl-C need not wait for it
+        threading.Thread(target=_index, args=[library], daemon=True).start()
+        with contextlib.closing(events):
+            await asyncio.Event().wait()
+
+
+def _index(library: Library) -> None:
+    import sys
+
+    from agentrl.errors import ConfigError
+
+    try:
+        library.indexed()
+    except ConfigError as e:  # all other pages work without the index
+        print(f"no search: {e}", file=sys.stderr)

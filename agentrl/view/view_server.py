@@ -7,6 +7,7 @@ that names this server, and for POST an Origin that is this server's. Nothing on
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
@@ -60,52 +61,57 @@ class Events:
     library: Library
     happened: list[Json] = field(default_factory=list)
     dropped: int = 0
+    closed: bool = False
     _states: dict[str, object] = field(default_factory=dict)
-    _arrived: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def next(self) -> int:
         """The number of the event after the newest."""
         return self.dropped + len(self.happened)
 
-    async def add(self, event: Json) -> None:
+    def add(self, event: Json) -> None:
         """Add an event and wake all waiting requests."""
-        async with self._arrived:
-            self.happened.append(event)
-            if len(self.happened) > MAX_EVENTS:
-                self.dropped += len(self.happened) - MAX_EVENTS
-                del self.happened[:-MAX_EVENTS]
-            self._arrived.notify_all()
+        self.happened.append(event)
+        if len(self.happened) > MAX_EVENTS:
+            self.dropped += len(self.happened) - MAX_EVENTS
+            del self.happened[:-MAX_EVENTS]
+        self._wake()
+
+    def close(self) -> None:
+        """Answer all waiting requests, and let no other one wait."""
+        self.closed = True
+        self._wake()
 
     async def after(self, number: int) -> list[Json]:
         """The events from `number` on; waits a while for the first."""
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(POLL_S):
-                while self.next <= number:
+                while self.next <= number and not self.closed:
+                    arrived = self._arrived
                     await self._look()
-                    if self.next <= number:
-                        async with self._arrived:
-                            try:
-                                await asyncio.wait_for(self._arrived.wait(), LOOK_EVERY_S)
-                            except TimeoutError:
-                                continue
-        except TimeoutError:
-            return []
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_EVERY_S):
+                            await arrived.wait()
         return self.happened[max(0, number - self.dropped) :]
+
+    def _wake(self) -> None:
+        self._arrived.set()
+        self._arrived = asyncio.Event()
 
     async def _look(self) -> None:
         states = await run_in_threadpool(lambda: {id: run.state for id, run in self.library.runs.items()})
         changed = [id for id, state in states.items() if self._states.get(id) != state]
         first, self._states = not self._states, dict(states)
         if changed and not first:
-            await self.add({"changed": changed})
+            self.add({"changed": changed})
 
 
 class Page:
     """Answers the requests of the page."""
 
-    def __init__(self, library: Library, preferences: Preferences) -> None:
-        self.library, self.events, self.preferences = library, Events(library), preferences
+    def __init__(self, library: Library, preferences: Preferences, events: Events) -> None:
+        self.library, self.preferences, self.events = library, preferences, events
 
     def routes(self) -> list[Route]:
         """All routes."""
@@ -204,7 +210,7 @@ class Page:
             place = None
         if not isinstance(place, str) or not place.startswith("#/"):
             return _error(400, "hash: must be text that begins with #/", 'Send {"hash": "#/run/ID"}.')
-        await self.events.add({"hash": place})
+        self.events.add({"hash": place})
         return _json({"shown": place})
 
     async def _static(self, request: Request) -> Response:
@@ -281,9 +287,20 @@ class Guard:
         return hmac.compare_digest(given.encode("utf-8", "replace"), self._token.encode())
 
 
-def create_view(library: Library, token: str, hosts: Set[str], preferences: Preferences | None = None) -> ASGIApp:
-    """The application; without `preferences`, what a user chooses is kept until it ends."""
-    return Guard(Starlette(routes=Page(library, preferences or Preferences()).routes()), token, hosts)
+def create_view(
+    library: Library,
+    token: str,
+    hosts: Set[str],
+    preferences: Preferences | None = None,
+    events: Events | None = None,
+) -> ASGIApp:
+    """The application; without `preferences`, what a user chooses is kept until it ends.
+
+    Args:
+        events: to be closed before the server stops, so that it need not wait for the requests that wait for them.
+    """
+    page = Page(library, preferences or Preferences(), events or Events(library))
+    return Guard(Starlette(routes=page.routes()), token, hosts)
 
 
 async def _body(request: Request) -> bytes:

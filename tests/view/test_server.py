@@ -7,14 +7,16 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
 import numpy as np
@@ -506,8 +508,36 @@ async def test_pages_hear_of_changes_and_of_views(folder: Path, library: Library
     assert library.run("calc").metrics.after("reward") == 0.5
     waiting = asyncio.ensure_future(events.after(events.next))
     await asyncio.sleep(0.05)
-    await events.add({"hash": "#/run/calc"})
+    events.add({"hash": "#/run/calc"})
     assert await asyncio.wait_for(waiting, 10) == [{"hash": "#/run/calc"}]
+
+
+def test_ctrl_c_answers_the_pages_that_wait(folder: Path, tmp_path: Path):
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_CONFIG_HOME": str(tmp_path / "config")}
+    with subprocess.Popen(
+        [sys.executable, "-m", "agentrl", "view", folder],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - a background job ignores it
+    ) as server:
+        assert server.stdout is not None
+        assert server.stderr is not None
+        url = urlsplit(server.stdout.readline().strip())
+        assert server.stdout.readline() == "stop with Ctrl-C\n"
+        headers = {"authorization": f"Bearer {url.query.removeprefix('token=')}"}
+        pages = [HTTPConnection(url.netloc, timeout=60) for _ in range(3)]
+        for page in pages[:2]:
+            page.request("GET", "/api/events?after=0", headers=headers)
+        pages[2].request("GET", "/api/runs", headers=headers)  # answered after the others have arrived
+        assert pages[2].getresponse().status == 200
+        server.send_signal(signal.SIGINT)
+        assert [json.load(page.getresponse()) for page in pages[:2]] == [{"next": 0, "events": []}] * 2
+        for page in pages:
+            page.close()
+        assert server.wait() == 0
+        assert server.stderr.read() == ""
 
 
 def test_metrics_follow_a_file_that_grows_is_torn_and_is_rewound(folder: Path, library: Library):
