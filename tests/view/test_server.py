@@ -520,7 +520,7 @@ def test_ctrl_c_answers_the_pages_that_wait(folder: Path, tmp_path: Path):
         stderr=subprocess.PIPE,
         text=True,
         env=env,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - a background job ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
     ) as server:
         assert server.stdout is not None
         assert server.stderr is not None
