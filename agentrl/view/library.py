@@ -14,7 +14,7 @@ from agentrl.doctor.finding import Finding
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.run_folder.env_views import VIEWS
 from agentrl.run_folder.records import iter_records, recorded_file
-from agentrl.run_folder.run_reader import Json, RecordCache, RunReader, find_runs, stamp
+from agentrl.run_folder.run_reader import Json, RecordCache, RunReader, find_runs, is_run, stamp
 from agentrl.run_folder.search_index import Index, Query, open_index
 from agentrl.run_folder.token_records import NOTHING_RECORDED, read_tokens, tokens_file
 from agentrl.view import episode_page, run_page, step_page
@@ -72,7 +72,9 @@ class Library:
 
     def run(self, id: str) -> RunReader:
         """A run by its id. Raises NotFoundError."""
-        found = self._runs.get(id) or self.runs.get(id)
+        found = self._runs.get(id)
+        if found is None or not is_run(found.path):  # it may be new, or gone
+            found = self.runs.get(id)
         if found is None:
             raise NotFoundError(f"There is no run {id!r}.")
         return found

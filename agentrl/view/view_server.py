@@ -11,6 +11,8 @@ import contextlib
 import hmac
 import json
 import logging
+import math
+import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,8 +51,8 @@ HEADERS = {
 MAX_POST = 64 << 10
 POLL_S = 25.0
 """How long a request for events waits."""
-LOOK_EVERY_S = 1.0
-"""Seconds between looks at the run folders while a page waits for events."""
+LOOK_EVERY_S = 0.9
+"""Seconds between looks at the run folders, however many pages ask for events."""
 MAX_EVENTS = 1_000
 
 
@@ -62,7 +64,9 @@ class Events:
     happened: list[Json] = field(default_factory=list)
     dropped: int = 0
     closed: bool = False
-    _states: dict[str, object] = field(default_factory=dict)
+    _states: dict[str, object] | None = None
+    _looked: float = -math.inf
+    _looking: asyncio.Lock = field(default_factory=asyncio.Lock)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -83,13 +87,14 @@ class Events:
         self.closed = True
         self._wake()
 
-    async def after(self, number: int) -> list[Json]:
+    async def after(self, number: int, wait_s: float = POLL_S) -> list[Json]:
         """The events from `number` on; waits a while for the first."""
+        await self.look()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(POLL_S):
+            async with asyncio.timeout(wait_s):
                 while self.next <= number and not self.closed:
                     arrived = self._arrived
-                    await self._look()
+                    await self.look()
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(LOOK_EVERY_S):
                             await arrived.wait()
@@ -99,12 +104,21 @@ class Events:
         self._arrived.set()
         self._arrived = asyncio.Event()
 
-    async def _look(self) -> None:
-        states = await run_in_threadpool(lambda: {id: run.state for id, run in self.library.runs.items()})
-        changed = [id for id, state in states.items() if self._states.get(id) != state]
-        first, self._states = not self._states, dict(states)
-        if changed and not first:
+    async def look(self) -> None:
+        """Note which runs have changed, appeared or gone since the last look, unless that was a moment ago."""
+        async with self._looking:
+            if time.monotonic() - self._looked < LOOK_EVERY_S:
+                return
+            states = await run_in_threadpool(self._found)
+            before, self._states, self._looked = self._states, states, time.monotonic()
+        if before is None:
+            return
+        if changed := [id for id in {**before, **states} if before.get(id) != states.get(id)]:
             self.add({"changed": changed})
+
+    def _found(self) -> dict[str, object]:
+        # The status too: a process that is killed leaves its folder as it was.
+        return {id: (run.state, run.status) for id, run in self.library.runs.items()}
 
 
 class Page:
@@ -184,10 +198,11 @@ class Page:
 
     async def _events(self, request: Request) -> Response:
         if "after" not in request.query_params:
-            await self.events._look()
+            await self.events.look()
             return _json({"next": self.events.next, "events": []})
         try:
-            found = await self.events.after(_number(request, "after", 0))
+            wait_s = min(POLL_S, _number(request, "wait", int(POLL_S)))
+            found = await self.events.after(_number(request, "after", 0), wait_s)
         except ConfigError as e:
             return _error(400, str(e), "Ask without `after` first.")
         return _json({"next": self.events.next, "events": found})

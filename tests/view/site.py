@@ -550,7 +550,7 @@ class _Handler(BaseHTTPRequestHandler):
         site = self.site
         with site.changed:
             after = int(query["after"][0]) if "after" in query else len(site.events)
-            if "after" in query:
+            if "after" in query and query.get("wait") != ["0"]:
                 site.changed.wait_for(lambda: len(site.events) > after, timeout=5)
             body = {"next": len(site.events), "events": site.events[after:]}
         self.send(json.dumps(body).encode(), "application/json")

@@ -3,11 +3,14 @@
 import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -45,23 +48,31 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@contextmanager
+def viewing(runs: Path, home: Path, *options: str) -> Iterator[str]:
+    """What `agentrl view` prints."""
+    env = {**os.environ, "XDG_CACHE_HOME": str(home / "cache"), "XDG_CONFIG_HOME": str(home / "config")}
+    command = [sys.executable, "-m", "agentrl", "view", str(runs), *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as server:
+        assert server.stdout is not None
+        try:
+            lines = []
+            for line in server.stdout:
+                lines.append(line)
+                if found := re.search(r"http://127\.0\.0\.1:\d+/\?token=\S+", line):
+                    yield found[0]
+                    break
+            else:
+                raise AssertionError("".join(lines))
+        finally:
+            server.terminate()
+
+
 @pytest.fixture(scope="module")
 def address(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """What `agentrl view` prints."""
-    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
-    env["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
-    command = [sys.executable, "-m", "agentrl", "view", str(runs)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as server:
-        assert server.stdout is not None
-        lines = []
-        for line in server.stdout:
-            lines.append(line)
-            if found := re.search(r"http://127\.0\.0\.1:\d+/\?token=\S+", line):
-                yield found[0]
-                break
-        else:
-            raise AssertionError("".join(lines))
-        server.terminate()
+    with viewing(runs, tmp_path_factory.mktemp("home")) as found:
+        yield found
 
 
 @pytest.fixture
@@ -117,6 +128,54 @@ def test_a_page_follows_the_files_and_shows_what_is_posted(page, address, start,
         assert answer.status == 200
     page.wait_for_url(re.compile("episode/s3/g0/e0"))
     expect(page.locator(".tokens i.at")).to_be_in_viewport()
+
+
+def test_a_page_holds_no_connection_while_nothing_happens(page, address):
+    page.goto(address)  # a browser has six of them for all its tabs
+    with page.expect_request(re.compile(r"/api/events\?after=\d+&wait=0$")):
+        expect(page.locator(".live")).to_have_text("live")
+
+
+def test_a_page_hears_that_its_run_is_gone_and_that_another_was_killed(page, errors, tmp_path):
+    runs = tmp_path / "runs"
+    for name in ("gone", "killed"):
+        make_run(runs, name)
+    with viewing(runs, tmp_path) as address, subprocess.Popen(["cat"], stdin=subprocess.PIPE) as trainer:
+        (runs / "killed/summary.json").unlink()
+        (runs / "killed/.lock").write_text(f"process {trainer.pid} on {socket.gethostname()}\n")
+        start = address.partition("?")[0]
+        page.goto(address)
+        row = page.locator("tbody tr", has_text="killed")
+        expect(row).to_contain_text("running")
+        trainer.kill()
+        trainer.wait()  # its process id is free
+        expect(row).to_contain_text("stopped")
+        page.goto(f"{start}#/run/gone/step/3/episode/s3/g0/e0")
+        expect(page.locator(".msg")).to_have_count(6)
+        shutil.rmtree(runs / "gone")
+        expect(page.locator("main > .error")).to_contain_text("There is no run 'gone'.")
+        page.goto(f"{start}#/")
+        expect(page.locator("tbody tr")).to_have_count(1)
+    errors.clear()  # of the run that is gone
+
+
+def test_a_page_whose_server_was_started_again_says_so_and_then_catches_up(page, context, errors, tmp_path):
+    run = make_run(tmp_path / "runs", "calc")
+    with viewing(run, tmp_path) as address:
+        page.goto(address)
+        page.goto(f"{address.partition('?')[0]}#/run/calc")
+        expect(page.locator(".facts")).to_contain_text("step 3")
+        port = str(urlsplit(address).port)
+    expect(page.locator(".live")).to_have_text("not connected")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "reward": 0.9}) + "\n")
+    with viewing(run, tmp_path, "--port", port) as address:
+        expect(page.get_by_role("alert")).to_contain_text("Open the address that `agentrl view` printed.")
+        context.new_page().goto(address)
+        expect(page.locator(".live")).to_have_text("live")
+        expect(page.get_by_role("alert")).to_have_count(0)
+        expect(page.locator(".facts")).to_contain_text("step 4")
+    errors.clear()
 
 
 def test_theme_and_filters_outlive_the_browser(page, browser, address, start):

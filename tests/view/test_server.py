@@ -34,7 +34,7 @@ from agentrl.run_folder.token_records import SKIPPED, TRAINED, TokenColumns, enc
 from agentrl.types import Image, Message, Segment
 from agentrl.view.bundle import static_text
 from agentrl.view.export import Extent, export
-from agentrl.view.library import Library
+from agentrl.view.library import Library, NotFoundError
 from agentrl.view.preferences import Preferences, preferences_file
 from agentrl.view.redaction import redacted
 from agentrl.view.view_server import COOKIE, Events, create_view
@@ -499,7 +499,7 @@ def test_hostile_text_arrives_as_json(client: TestClient, folder: Path):
 
 async def test_pages_hear_of_changes_and_of_views(folder: Path, library: Library):
     events = Events(library)
-    await events._look()
+    await events.look()
     waiting = asyncio.ensure_future(events.after(events.next))
     await asyncio.sleep(0.05)
     with (folder / "calc" / "metrics.jsonl").open("a") as file:
@@ -510,6 +510,20 @@ async def test_pages_hear_of_changes_and_of_views(folder: Path, library: Library
     await asyncio.sleep(0.05)
     events.add({"hash": "#/run/calc"})
     assert await asyncio.wait_for(waiting, 10) == [{"hash": "#/run/calc"}]
+
+
+async def test_pages_hear_of_the_first_run_and_of_one_that_is_gone(tmp_path: Path):
+    (tmp_path / "runs").mkdir()
+    made = make_run(tmp_path, "made", steps=1)
+    events = Events(Library([tmp_path / "runs"], index=tmp_path / "index.sqlite"))
+    await events.look()
+    made.rename(tmp_path / "runs/calc")
+    assert await asyncio.wait_for(events.after(0), 10) == [{"changed": ["calc"]}]
+    (tmp_path / "runs/calc").rename(made)
+    assert await asyncio.wait_for(events.after(1), 10) == [{"changed": ["calc"]}]
+    with pytest.raises(NotFoundError, match="no run 'calc'"):
+        events.library.about("calc")
+    assert await events.after(2, 0) == []
 
 
 def test_ctrl_c_answers_the_pages_that_wait(folder: Path, tmp_path: Path):

@@ -8,7 +8,7 @@ import { Runs } from "./runs.js";
 import { Search } from "./search.js";
 import { Step } from "./step.js";
 import { Tools } from "./tools.js";
-import { dark, link, onToast, store } from "./ui.js";
+import { dark, link, Loading, onToast, store } from "./ui.js";
 
 const decode = (text) => { try { return decodeURIComponent(text); } catch { return text; } };
 
@@ -141,7 +141,7 @@ function App() {
 			<span class="grow"></span><span class=${`live ${live.state}`} role="status"><i aria-hidden="true"></i>${says}</span>
 			<button class="plain" onClick=${turn} title="Light, dark, or as the system (t)">${theme === "system" ? "auto" : theme}</button>
 			<button class="plain" aria-label="Keys" title="Keys (?)" onClick=${() => setHelp(true)}>?</button></header>
-		<main id="main"><${Shown} place=${place} visit=${visit} theme=${`${theme} ${dark.matches}`} /></main>
+		<main id="main">${live.refused && html`<${Loading} error=${live.refused} />`}<${Shown} place=${place} visit=${visit} theme=${`${theme} ${dark.matches}`} /></main>
 		${help && html`<${Help} close=${() => setHelp(false)} />`}
 		${toast && html`<div class="toast" role="status">${toast}</div>`}</div>`;
 }

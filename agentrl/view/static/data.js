@@ -14,6 +14,7 @@ async function fetched(path, signal) {
 	if (response.ok && body !== null) return body;
 	const told = body?.error;
 	const error = new Error(told?.message ?? `${path} answered ${response.status}`);
+	error.status = response.status;
 	error.todo = told?.what_to_do ?? (response.status === 401 || response.status === 403
 		? "Open the address that `agentrl view` printed; it holds this session's token." : "");
 	throw error;
@@ -51,23 +52,26 @@ export const live = { state: exported ? "export" : "connecting" };
 
 function changed(runs) {
 	for (const path of [...answers.keys()]) {
-		if (runs.some((id) => path.includes(`/runs/${encodeURIComponent(id)}`)) || !/^\/api\/runs\/./.test(path)) answers.delete(path);
+		if (!runs.length || runs.some((id) => path.includes(`/runs/${encodeURIComponent(id)}`)) || !/^\/api\/runs\/./.test(path)) answers.delete(path);
 	}
 	for (const watcher of [...watchers]) watcher(runs);
 }
 
-function setLive(state) {
-	if (live.state === state) return;
-	live.state = state;
+function setLive(state, refused = null) {
+	if (live.state === state && live.refused?.message === refused?.message) return;
+	Object.assign(live, { state, refused });
 	for (const watcher of [...watchers]) watcher(null);
 }
+
+// Asked again and again: a browser has six connections to a server for all tabs, and a request that waits holds one.
+const EVERY = 1000, GIVEN_UP = 30000;
 
 export async function follow(show) {
 	let after = null;
 	for (let failures = 0; !exported;) {
 		try {
-			const body = await fetched(after === null ? "/api/events" : `/api/events?after=${after}`);
-			const missed = failures > 0 && after !== null;
+			const body = await fetched(after === null ? "/api/events" : `/api/events?after=${after}&wait=0`, AbortSignal.timeout(GIVEN_UP));
+			const missed = after !== null && (failures > 0 || body.next - after !== body.events.length);
 			failures = 0;
 			setLive("live");
 			after = body.next;
@@ -78,9 +82,9 @@ export async function follow(show) {
 			}
 		} catch (e) {
 			failures += 1;
-			setLive("offline");
-			await new Promise((resolve) => setTimeout(resolve, Math.min(10000, 500 * 2 ** failures)));
+			setLive("offline", e.status === 401 ? e : null);
 		}
+		await new Promise((resolve) => setTimeout(resolve, failures ? Math.min(10000, 500 * 2 ** failures) : EVERY));
 	}
 }
 
@@ -96,7 +100,7 @@ export function useLive(watcher) {
 
 /**
  * {data, error} of some paths (none: nothing to get), asked again when one of `runs` changes (not given: any run).
- * What is shown stays until newer data has arrived, and an answer under way is not given up for a newer one: a run that
+ * What is shown stays until newer data has arrived or there is none anymore (a run was deleted), and an answer under way is not given up for a newer one: a run that
  * changes faster than it is read would never be shown.
  */
 export function useAll(paths, runs) {
@@ -116,7 +120,7 @@ export function useAll(paths, runs) {
 		const take = (change) => {
 			if (here.control.signal.aborted || number < here.shown) return;
 			here.shown = number;
-			setState((old) => ({ key, data: old.key === key ? old.data : null, error: null, ...change }));
+			setState((old) => ({ key, data: old.key === key && change.error?.status !== 404 ? old.data : null, error: null, ...change }));
 		};
 		Promise.all(paths.map((path) => get(path, here.control.signal))).then((data) => take({ data }), (error) => take({ error }));
 	}, [key, round]);
