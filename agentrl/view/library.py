@@ -150,8 +150,11 @@ class Library:
 
     def episode(self, id: str, step: int | None, name: str) -> Json:
         """An episode without its tokens. Raises NotFoundError."""
-        record = self.record(id, step, name)
-        return _found(self.run(id), record["step"], lambda: self._episode(id, record, name))
+        record, path = self.record(id, step, name), self.run(id).path
+        found = _found(self.run(id), record["step"], lambda: self._episode(id, record, name))
+        files = recorded_file(path, record["step"]), tokens_file(path, record["step"])
+        # a resumed run records the step again, and the learner's side of a token comes later than the token
+        return {**found, "recorded": str([*map(stamp, files)])}
 
     def _episode(self, id: str, record: Json, name: str) -> Json:
         groups = self.step(id, record["step"])["groups"]

@@ -18,9 +18,9 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
-from agentrl.run_folder.records import EpisodeRecord
+from agentrl.run_folder.records import EpisodeRecord, episodes_file
 from agentrl.run_folder.tags import write_tags
-from agentrl.types import CallRecord, ToolCall
+from agentrl.types import CallRecord, Segment, ToolCall
 from agentrl.view.export import Extent, export
 from agentrl.view.library import Library, query_of
 from tests.view.runs import episode, make_run, write_step
@@ -157,6 +157,20 @@ def test_a_page_hears_that_its_run_is_gone_and_that_another_was_killed(page, err
         page.goto(f"{start}#/")
         expect(page.locator("tbody tr")).to_have_count(1)
     errors.clear()  # of the run that is gone
+
+
+def test_the_tokens_shown_are_those_of_the_step_as_it_was_recorded_last(page, tmp_path):
+    run = make_run(tmp_path / "runs", "resumed")
+    with viewing(run, tmp_path) as address:
+        page.goto(address)
+        page.goto(f"{address.partition('?')[0]}#/run/resumed/step/3/episode/s3/g0/e0")
+        texts = page.locator(".tokens")
+        expect(texts).to_have_text(["Use the tool.", "&'(", ")*+,", "-.", "/0", "1"])
+        again = episode("s3/g0/e0")
+        again = replace(again, segments=(Segment((20, 21, 22, 23), "prompt", -1, 1), *again.segments[1:]))
+        episodes_file(run, 3).unlink()
+        write_step(run, 3, [EpisodeRecord.of(3, 0, again, 0.5)])
+        expect(texts).to_have_text(["Use the tool.", "5678", ")*+,", "-.", "/0", "1"])
 
 
 def test_a_page_whose_server_was_started_again_says_so_and_then_catches_up(page, context, errors, tmp_path):

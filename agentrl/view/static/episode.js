@@ -137,8 +137,7 @@ function Legend({ tokens, coloring, stats, words }) {
 export function EpisodePage({ run, step, id, query, visit }) {
 	const { data, error } = useGet(api.episode(run, step, id), run);
 	const about = useGet(api.run(run), run).data;
-	const hasTokens = Boolean(data?.segments?.length);
-	const { tokens, round, error: lost } = useTokens(run, step, id, hasTokens);
+	const { tokens, round, error: lost } = useTokens(run, step, id, data?.segments?.length ? data.recorded : null);
 	const crumbs = html`<${Crumbs} items=${[["Runs", link.runs()], [run, link.run(run)], [`Step ${step}`, link.step(run, step)], [id]]}>
 		${data && html`<${CopyMenu} episode=${data} env=${about?.env} />`}</${Crumbs}>`;
 	if (!data) return html`${crumbs}<${Loading} error=${error} what="the episode" />`;

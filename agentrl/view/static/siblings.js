@@ -28,7 +28,7 @@ function Side({ tokens, round, at, from }) {
 
 export function SideBySide({ run, step, episode, other, tokens, round }) {
 	const second = useGet(api.episode(run, step, other), run);
-	const right = useTokens(run, step, other, true);
+	const right = useTokens(run, step, other, second.data ? second.data.recorded : null);
 	const at = useMemo(() => firstDifference(tokens, right.tokens), [tokens, round, right.tokens, right.round]);
 	const error = second.error ?? right.error;
 	if (error) return html`<${Loading} error=${error} />`;

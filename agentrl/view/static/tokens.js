@@ -1,6 +1,6 @@
 // Tokens as text. Whatever is far from the screen is plain text; what is near becomes one element per token, and
 // what leaves stays until colors change. Chunks end at line ends, so the browser can skip their layout.
-import { useEffect, useState } from "./vendor/htm-preact.js";
+import { useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { get } from "./data.js";
 import { api, visible } from "./ui.js";
 
@@ -181,17 +181,26 @@ export class TokenView {
 	}
 }
 
-/** The tokens of an episode as they arrive; `round` grows with every window. */
-export function useTokens(run, step, id, wanted) {
+/**
+ * The tokens of an episode as they arrive; `round` grows with every window. They are read again when `recorded`, which
+ * is null until it is known, has changed; what is shown stays until they are there.
+ */
+export function useTokens(run, step, id, recorded) {
 	const [state, setState] = useState({ tokens: new Tokens(), round: 0, error: null });
+	const place = useRef(null);
 	useEffect(() => {
-		const tokens = new Tokens(), control = new AbortController();
-		setState({ tokens, round: 0, error: null });
-		if (!wanted) return undefined;
+		const tokens = new Tokens(), control = new AbortController(), here = `${run} ${step} ${id}`;
+		const again = recorded !== null && place.current === here;
+		if (!again) setState({ tokens, round: 0, error: null });
+		if (recorded === null) return undefined;
+		place.current = here;
 		let round = 0;
-		tokens.listeners.add(() => { round += 1; if (!control.signal.aborted) setState({ tokens, round, error: null }); });
+		tokens.listeners.add(() => {
+			round += 1;
+			if (!control.signal.aborted && (!again || tokens.loaded === tokens.total)) setState({ tokens, round, error: null });
+		});
 		tokens.load(run, step, id, control.signal).catch((error) => { if (!control.signal.aborted) setState({ tokens, round, error }); });
 		return () => control.abort();
-	}, [run, step, id, wanted]);
+	}, [run, step, id, recorded]);
 	return state;
 }
