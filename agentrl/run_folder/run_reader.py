@@ -315,10 +315,13 @@ class RecordCache:
 
     def record(self, run: RunReader, step: int, episode: str) -> Json | None:
         """One record by the id of its episode; the last where several have it."""
-        mark = json.dumps(episode).encode()
+        # as pydantic writes it, and as json does where pydantic cannot
+        marks = {
+            json.dumps(episode, ensure_ascii=ascii).encode("utf-8", "surrogatepass") for ascii in (False, True)
+        }
         found = None
         for line in self.lines(run, step):
-            if mark in line:
+            if any(mark in line for mark in marks):
                 record = from_json(line)
                 if isinstance(record, dict) and record.get("episode", {}).get("id") == episode:
                     found = record

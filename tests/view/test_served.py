@@ -386,3 +386,24 @@ def test_a_narrow_window_shows_a_whole_episode(page, address, start):
     page.goto(f"{start}/#/run/calc/step/3/episode/s3/g0/e0")
     expect(page.locator(".msg")).to_have_count(6)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize("place", ["#/", "#/run/calc", "#/run/calc/step/3", "#/compare?runs=calc,other"])
+def test_nothing_is_wider_than_a_window_of_320_pixels(page, address, start, place):
+    page.set_viewport_size({"width": 320, "height": 600})
+    page.goto(address)
+    page.goto(f"{start}/{place}")
+    expect(page.locator("main").locator("tbody tr, figure.chart, .cell").first).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_the_focus_stays_in_the_list_of_keys_and_returns_from_it(page, address):
+    page.goto(address)
+    link = page.get_by_role("link", name="other", exact=True)
+    link.focus()
+    page.keyboard.press("?")
+    expect(page.locator(".help button")).to_be_focused()
+    page.keyboard.press("Shift+Tab")
+    assert page.evaluate("!document.activeElement.closest('main, header')")
+    page.keyboard.press("Escape")
+    expect(link).to_be_focused()

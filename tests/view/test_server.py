@@ -497,6 +497,12 @@ def test_hostile_text_arrives_as_json(client: TestClient, folder: Path):
     assert client.get("/api/runs/calc/steps/5").status_code == 200
 
 
+def test_an_episode_is_found_by_an_id_beyond_ascii(folder: Path, library: Library):
+    ids = ["é日本", "a b#c?d%2F"]
+    write_step(folder / "calc", 5, [EpisodeRecord(5, 0, episode(id)) for id in ids])
+    assert [library.episode("calc", 5, id)["id"] for id in ids] == ids
+
+
 async def test_pages_hear_of_changes_and_of_views(folder: Path, library: Library):
     events = Events(library)
     await events.look()

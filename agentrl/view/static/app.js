@@ -78,7 +78,7 @@ function press(e, place, setHelp, turn) {
 
 function Help({ close }) {
 	const button = useRef(null);
-	useEffect(() => {
+	useLayoutEffect(() => { // before what had the focus becomes inert
 		const before = document.activeElement;
 		button.current.focus();
 		return () => before?.focus?.();
@@ -136,12 +136,12 @@ function App() {
 	}, [place]);
 	useEffect(() => { document.title = [place.id, place.step !== undefined ? `step ${place.step}` : "", place.run ?? place.page, "agentrl"].filter(Boolean).join(" · "); }, [place]);
 	const says = { live: "live", offline: "not connected", connecting: "connecting", export: "export" }[live.state];
-	return html`<div class="shell"><header class="top"><a class="brand" href="#/">agentrl</a>
+	return html`<div class="shell"><header class="top" inert=${help}><a class="brand" href="#/">agentrl</a>
 			<nav aria-label="Pages"><a href=${link.runs()} aria-current=${["runs", "run", "step", "episode", "tools"].includes(place.page) ? "page" : undefined}>Runs</a><a href=${link.search()} aria-current=${place.page === "search" ? "page" : undefined}>Search</a></nav>
 			<span class="grow"></span><span class=${`live ${live.state}`} role="status"><i aria-hidden="true"></i>${says}</span>
 			<button class="plain" onClick=${turn} title="Light, dark, or as the system (t)">${theme === "system" ? "auto" : theme}</button>
 			<button class="plain" aria-label="Keys" title="Keys (?)" onClick=${() => setHelp(true)}>?</button></header>
-		<main id="main">${live.refused && html`<${Loading} error=${live.refused} />`}<${Shown} place=${place} visit=${visit} theme=${`${theme} ${dark.matches}`} /></main>
+		<main id="main" inert=${help}>${live.refused && html`<${Loading} error=${live.refused} />`}<${Shown} place=${place} visit=${visit} theme=${`${theme} ${dark.matches}`} /></main>
 		${help && html`<${Help} close=${() => setHelp(false)} />`}
 		${toast && html`<div class="toast" role="status">${toast}</div>`}</div>`;
 }
