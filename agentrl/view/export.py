@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import os
 import re
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,8 +58,12 @@ def export(library: Library, target: Path, extent: Extent) -> str:
                 file.writelines(single_file(data, renderers=renderers, title=title))
         else:
             write_folder(target, data, renderers=renderers, title=title)
-    except OSError as e:
-        raise ConfigError(f"{target}: cannot be written: {e.filename or target}: {e.strerror or e}") from None
+    except BaseException as e:  # also Ctrl-C: half an export looks like a whole one, and is in the way of the next
+        with contextlib.suppress(OSError):
+            (shutil.rmtree if target.is_dir() else os.remove)(target)
+        if isinstance(e, OSError):
+            raise ConfigError(f"{target}: cannot be written: {e.filename or target}: {e.strerror or e}") from None
+        raise
     return _contents(library, written, extent)
 
 

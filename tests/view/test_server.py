@@ -1015,3 +1015,14 @@ def test_an_export_that_cannot_be_written_says_so(library: Library, tmp_path: Pa
     for target in ("report.html", "report"):
         with pytest.raises(ConfigError, match=f"{target}: cannot be written: .*/file"):
             export(library, tmp_path / "file" / target, Extent())
+
+
+@pytest.mark.parametrize("target", ["report.html", "report"])
+def test_nothing_is_left_of_an_export_that_was_stopped(folder: Path, tmp_path: Path, target: str):
+    class Stopped(Library):
+        def tools(self, id: str, last: int = 0) -> Any:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export(Stopped([folder], index=tmp_path / "index.sqlite"), tmp_path / target, Extent())
+    assert not (tmp_path / target).exists()
