@@ -218,7 +218,7 @@ def episode_lines(run: Path, step: int) -> Iterator[bytes]:
     """The lines of one step's episodes file, each the JSON of a record.
 
     Raises:
-        CheckpointError: the run has no episodes of this step, or the file is damaged.
+        CheckpointError: the run has no episodes of this step, or the file is damaged or cannot be read.
     """
     path = recorded_file(run, step)
     num_read = 0
@@ -230,6 +230,8 @@ def episode_lines(run: Path, step: int) -> Iterator[bytes]:
         steps = recorded_steps(run)
         have = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none"
         raise CheckpointError(f"{run}: no episodes of step {step}; {have}") from None
+    except OSError as e:
+        raise CheckpointError(f"{path}: cannot be read: {e.strerror}") from None
     except (zstandard.ZstdError, MemoryError, EOFError, RecursionError) as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
         raise CheckpointError(f"{path}:{num_read + 1}: damaged after {num_read} episodes: {reason}") from e

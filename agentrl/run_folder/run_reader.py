@@ -50,9 +50,12 @@ QUIET_S = 600.0
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder holds a run, or a recording of external agents."""
-    run = (path / "config.yaml").is_file() and (path / "episodes").is_dir()
-    return run or (path / PARTIAL_FILE).is_file()
+    """Whether a folder that may be read holds a run, or a recording of external agents."""
+    try:
+        run = (path / "config.yaml").is_file() and (path / "episodes").is_dir()
+        return run or (path / PARTIAL_FILE).is_file()
+    except PermissionError:  # another user's
+        return False
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:

@@ -115,13 +115,15 @@ def read_tokens(run: Path, step: int, names: Collection[str] = NAMES) -> Mapping
         names: the columns to read; the others are None.
 
     Raises:
-        CheckpointError: the file is damaged.
+        CheckpointError: the file is damaged or cannot be read.
     """
     path = tokens_file(run, step)
     try:
         return _decoded(b"".join(decompressed(path)), names)
     except FileNotFoundError:
         return {}
+    except OSError as e:
+        raise CheckpointError(f"{path}: cannot be read: {e.strerror}") from None
     except (zstandard.ZstdError, EOFError, ValueError, TypeError, KeyError, MemoryError, RecursionError) as e:
         raise CheckpointError(f"{path}: damaged: {(str(e).splitlines() or [type(e).__name__])[0]}") from None
 

@@ -1026,3 +1026,18 @@ def test_nothing_is_left_of_an_export_that_was_stopped(folder: Path, tmp_path: P
     with pytest.raises(KeyboardInterrupt):
         export(Stopped([folder], index=tmp_path / "index.sqlite"), tmp_path / target, Extent())
     assert not (tmp_path / target).exists()
+
+
+def test_what_may_not_be_read_does_not_keep_the_rest_from_being_shown(folder: Path, tmp_path: Path):
+    hidden = make_run(folder, "hidden"), episodes_file(folder / "calc", 2)
+    without_rights = ["setpriv", "--inh-caps=-all", "--bounding-set=-all"] if os.getuid() == 0 else []
+    command = [*without_rights, sys.executable, "-m", "agentrl", "view", str(folder), "--export"]
+    for path in hidden:
+        path.chmod(0)
+    try:
+        done = subprocess.run([*command, str(tmp_path / "report.html")], capture_output=True, text=True)
+    finally:
+        for path in hidden:
+            path.chmod(0o700)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "report.html: 2 runs, 5 of 6 steps," in done.stdout
