@@ -407,3 +407,17 @@ def test_the_focus_stays_in_the_list_of_keys_and_returns_from_it(page, address):
     assert page.evaluate("!document.activeElement.closest('main, header')")
     page.keyboard.press("Escape")
     expect(link).to_be_focused()
+
+
+def test_colors_that_say_something_are_kept_where_the_system_chooses_the_others(browser, address, start):
+    context = browser.new_context(forced_colors="active")
+    page = context.new_page()
+    page.goto(address)
+    page.goto(f"{start}/#/run/calc/step/3")
+    cells = page.locator(".matrix .row").first.locator(".cell")
+    expect(cells).to_have_count(2)
+    best, worst = (cells.nth(n).evaluate("(e) => getComputedStyle(e).backgroundColor") for n in range(2))
+    assert best != worst
+    painted = "(e) => new Set(new Uint32Array(e.getContext('2d').getImageData(0, 0, e.width, 1).data.buffer)).size"
+    assert page.locator(".lanes canvas").evaluate(painted) > 2  # engine, tool and env
+    context.close()

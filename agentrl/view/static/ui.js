@@ -45,8 +45,9 @@ export function css(name) {
 	const key = `${name} ${dark.matches} ${document.documentElement.dataset.theme}`;
 	if (!colors.has(key)) {
 		const probe = document.getElementById("app");
-		probe.style.outlineColor = `var(${name})`;
+		probe.style.cssText = `outline-color:var(${name});forced-color-adjust:none`;
 		colors.set(key, getComputedStyle(probe).outlineColor);
+		probe.style.cssText = "";
 	}
 	return colors.get(key);
 }
