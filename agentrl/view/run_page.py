@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -59,7 +60,7 @@ def header(id: str, reader: RunReader, ids: Mapping[Path, str]) -> Json:
         "steps": _number(config.get("steps")),
         "started": started,
         "updated": reader.updated,
-        "wall_seconds": _number(summary.get("wall_seconds"), max(0.0, reader.updated - started)),
+        "wall_seconds": _wall_seconds(summary, metrics, max(0.0, reader.updated - started)),
         "held_out_before": metrics.before(solved),
         "held_out_after": metrics.after(solved),
         "held_out_metric": solved,
@@ -68,6 +69,16 @@ def header(id: str, reader: RunReader, ids: Mapping[Path, str]) -> Json:
         "estimator": _name(algorithm.get("advantage")),
         "loss": _name(algorithm.get("loss")),
     }
+
+
+def _wall_seconds(summary: Json, metrics: Metrics, otherwise: float) -> float:
+    """The time until a run last ended, and of its steps since then if it was resumed."""
+    ended, done = _number(summary.get("wall_seconds")), _number(summary.get("steps"), math.inf)
+    if ended is None or done is None:
+        return otherwise
+    seconds = zip(metrics.steps, metrics.values.get("seconds", ()), strict=False)
+    since: float = sum(_number(value) or 0.0 for step, value in seconds if step > done)
+    return ended + since
 
 
 def _origin(reader: RunReader, ids: Mapping[Path, str]) -> Json | None:

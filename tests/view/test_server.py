@@ -73,6 +73,13 @@ def test_the_table_has_a_row_for_each_run(client: TestClient):
     assert (row["model"], row["env"], row["estimator"], row["loss"]) == ("tiny 64x2", "m:E", "grpo", "gspo")
 
 
+def test_the_wall_time_of_a_resumed_run_includes_its_steps_since_it_ended(folder: Path, library: Library):
+    (folder / "calc/summary.json").write_text(json.dumps({"finished": False, "steps": 3, "wall_seconds": 300.0}))
+    with (folder / "calc/metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({"step": step, "seconds": 2.5}) + "\n" for step in (4, 5))
+    assert library.about("calc")["wall_seconds"] == 305
+
+
 def test_held_out_results_before_and_after_are_of_before_and_after_training(folder: Path, library: Library):
     def shown(*lines: dict[str, float]) -> tuple[float | None, float | None]:
         (folder / "calc" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
