@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from starlette.applications import Starlette
@@ -29,6 +32,8 @@ MAX_BODY = 16 << 20
 MAX_LISTED = 10_000
 """Most tasks in one answer."""
 _SESSION = "mcp-session-id"
+_Receive = Callable[[], Awaitable[object]]
+"""Waits for the next message."""
 
 
 def create_env_app(sessions: Sessions, token: str | None = None) -> ASGIApp:
@@ -134,10 +139,11 @@ class _Pages:
             await socket.close(1013, str(e))
             return
         try:
-            while True:
-                answer = await self.rpc.answer(await _receive(socket), session=session)
-                if answer.body is not None:
-                    await _send(socket, answer.body)
+            async with _listening(socket, session) as receive:
+                while True:
+                    answer = await self.rpc.answer(await receive(), session=session)
+                    if answer.body is not None:
+                        await _send(socket, answer.body)
         except WebSocketDisconnect:
             pass
         finally:
@@ -157,7 +163,11 @@ class _Pages:
             await _refuse(socket, "SESSION_ERROR", f"session {named}: unknown, or held by another connection")
             return
         try:
-            await self._converse(socket, session)
+            if named:
+                await self._converse(socket, session, partial(_receive, socket))
+            else:
+                async with _listening(socket, session) as receive:
+                    await self._converse(socket, session, receive)
         except WebSocketDisconnect:
             pass
         finally:
@@ -166,9 +176,9 @@ class _Pages:
             else:
                 await self.sessions.close(session.id)
 
-    async def _converse(self, socket: WebSocket, session: EnvSession) -> None:
+    async def _converse(self, socket: WebSocket, session: EnvSession, receive: _Receive) -> None:
         while True:
-            sent = await _receive(socket)
+            sent = await receive()
             if isinstance(sent, dict) and sent.get("type") == "close":
                 await socket.close()
                 return
@@ -286,6 +296,34 @@ async def _receive(socket: WebSocket) -> object:
         raise WebSocketDisconnect(message.get("code", 1005))
     text = message.get("text")
     return _loads((message.get("bytes") or b"").decode(errors="replace") if text is None else text)
+
+
+@contextlib.asynccontextmanager
+async def _listening(socket: WebSocket, session: EnvSession) -> AsyncIterator[_Receive]:
+    """Yields what receives the next message. If the client leaves, also during a call, the session is closed at
+    once."""
+
+    async def read() -> object:
+        try:
+            return await _receive(socket)
+        except WebSocketDisconnect as e:
+            await session.close()
+            return e
+
+    coming = asyncio.create_task(read())
+
+    async def receive() -> object:
+        nonlocal coming
+        message = await coming
+        if isinstance(message, WebSocketDisconnect):
+            raise message
+        coming = asyncio.create_task(read())
+        return message
+
+    try:
+        yield receive
+    finally:
+        coming.cancel()
 
 
 async def _send(socket: WebSocket, content: object) -> None:

@@ -79,6 +79,9 @@ class Sessions:
         """Close sessions without a connection that have been idle for `idle_s`; runs until cancelled."""
         while True:
             await asyncio.sleep(min(self.idle_s / 4, 15.0))
-            late = time.monotonic() - self.idle_s
-            idle = [key for key, slot in self._open.items() if not slot.attached and slot.used < late]
+            now = time.monotonic()
+            for slot in self._open.values():
+                if slot.attached or slot.session.busy:
+                    slot.used = now
+            idle = [key for key, slot in self._open.items() if slot.used < now - self.idle_s]
             await asyncio.gather(*(self.close(key) for key in idle))

@@ -48,7 +48,10 @@ async def serving_env(
     watching = asyncio.create_task(sessions.watch())
     try:
         async with running(create_env_app(sessions, token), host=host, port=port, websockets=True) as url:
-            yield url
+            try:
+                yield url
+            finally:
+                await sessions.close_all()  # or the server would wait for calls in progress
     finally:
         watching.cancel()
         await sessions.close_all()

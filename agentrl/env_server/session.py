@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +20,8 @@ from agentrl.rollout.lifecycle import (
     step_env,
 )
 from agentrl.types import CallRecord, Episode, Message, StopReason, Task, ToolSchema, Turn
+
+CLOSED = "the session was closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class EnvSession:
     _inbox: asyncio.Queue[Message | None] = field(default_factory=asyncio.Queue)
     _outbox: asyncio.Queue[TurnResult | Exception] = field(default_factory=asyncio.Queue)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _closed: bool = False
 
     @property
     def tools(self) -> Sequence[ToolSchema]:
@@ -63,6 +65,11 @@ class EnvSession:
         """Whether an episode is in progress."""
         return self._player is not None and self.last is not None and not self.last.done
 
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits for its answer."""
+        return self._lock.locked()
+
     async def reset(self, wanted: Mapping[str, object]) -> TurnResult:
         """Start an episode of the task that `wanted` names; an episode in progress is dropped.
 
@@ -73,9 +80,11 @@ class EnvSession:
         async with self._lock:
             task = self.source.task(wanted)
             await self._stop()
+            self._check_open()
             self.task, self.turns, self._tools = task, 0, None
             self._inbox, self._outbox = asyncio.Queue(), asyncio.Queue()
             self._player = asyncio.create_task(self._play(task))
+            self._player.add_done_callback(self._tell_closed)
             return await self._answer()
 
     async def act(self, message: Message | None) -> TurnResult:
@@ -86,6 +95,7 @@ class EnvSession:
             InfraError: the episode is lost; reset to play another.
         """
         async with self._lock:
+            self._check_open()
             if not self.playing:
                 raise RequestError("the episode is over; reset" if self.last else "no episode; reset first")
             self._inbox.put_nowait(message)
@@ -93,9 +103,16 @@ class EnvSession:
             return await self._answer()
 
     async def close(self) -> None:
-        """Drop the episode in progress and release its resources; idempotent."""
-        async with self._lock:
-            await self._stop()
+        """Drop the episode in progress and release its resources; idempotent.
+
+        A request that waits for an answer gets an InfraError.
+        """
+        self._closed = True
+        await self._stop()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InfraError(CLOSED)
 
     async def _answer(self) -> TurnResult:
         found = await self._outbox.get()
@@ -106,17 +123,22 @@ class EnvSession:
         return found
 
     async def _stop(self) -> None:
-        player, self._player = self._player, None
+        player = self._player
         if player is not None:
-            player.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await player
+            if not player.cancelling():
+                player.cancel()
+            await asyncio.wait({player})
+        self._player = None
 
     async def _play(self, task: Task) -> None:
         try:
             self._outbox.put_nowait(await self._episode(task))
         except Exception as e:
             self._outbox.put_nowait(e)
+
+    def _tell_closed(self, player: asyncio.Task[None]) -> None:
+        if player.cancelled():
+            self._outbox.put_nowait(InfraError(CLOSED))
 
     async def _episode(self, task: Task) -> TurnResult:
         source, paid = self.source, 0.0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -153,7 +155,7 @@ class Counted(ToolEnv):
     def setup(self, start: int = 0, broken: bool = False) -> str:
         if broken:
             raise InfraError("no room")
-        type(self).alive += 1
+        Counted.alive += 1
         self.number, self.open = start, True
         return f"At {start}."
 
@@ -171,7 +173,7 @@ class Counted(ToolEnv):
 
     async def close(self) -> None:
         if getattr(self, "open", False):
-            type(self).alive -= 1
+            Counted.alive -= 1
             self.open = False
         await super().close()
 
@@ -349,6 +351,59 @@ async def test_a_dropped_server_closes_every_env():
             await wire.ask("reset", {"index": 0})
             assert Counted.alive == 1
     await gone(sessions)
+
+
+class Endless(Counted):
+    """Call wait."""
+
+    @tool
+    async def wait(self) -> str:
+        """Wait for what never comes."""
+        await asyncio.Event().wait()
+        return ""
+
+
+WAIT = {"type": "step", "data": {"type": "call_tool", "tool_name": "wait", "arguments": {}}}
+
+
+async def waiting(wire: Wire, sessions: Sessions) -> None:
+    """Begin a call that has no end."""
+    await wire.ask("reset", {"index": 0})
+    await wire.socket.send(json.dumps(WAIT))
+    async with asyncio.timeout(20):
+        while not any(slot.session.busy for slot in sessions._open.values()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_client_that_leaves_during_a_call_frees_its_session():
+    sessions = Sessions(replace(COUNTED, make_env=Endless), max_sessions=1)
+    async with serving_env(sessions) as url:
+        async with Wire(url) as wire:
+            await waiting(wire, sessions)
+            wire.socket.transport.abort()
+            await gone(sessions)
+        async with Wire(url) as wire:
+            await wire.ask("reset", {"index": 0})
+
+
+async def test_the_end_of_a_server_answers_calls_in_progress(capfd: pytest.CaptureFixture[str]):
+    sessions = Sessions(replace(COUNTED, make_env=Endless))
+    async with asyncio.timeout(60), contextlib.AsyncExitStack() as stack:
+        url = await stack.enter_async_context(serving_env(sessions))
+        async with Wire(url) as wire, httpx.AsyncClient(trust_env=False, timeout=60) as http:
+            await waiting(wire, sessions)
+            opening = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}
+            opened = await http.post(f"{url}/mcp?index=0", json=opening)
+            call = {"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": {"name": "wait", "arguments": {}}}
+            headers = {"Mcp-Session-Id": opened.headers["mcp-session-id"]}
+            called = asyncio.create_task(http.post(f"{url}/mcp", json=call, headers=headers))
+            while sum(slot.session.busy for slot in sessions._open.values()) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await stack.aclose()
+            answer = json.loads(await wire.socket.recv())["data"]
+            assert answer == {"message": "InfraError: the session was closed", "code": "SESSION_ERROR"}
+            assert "the session was closed" in (await called).text
+    assert capfd.readouterr().err == ""
 
 
 async def test_a_token_guards_everything_but_health():
