@@ -21,6 +21,7 @@ from agentrl.learner.pack import packed_size
 from agentrl.reporting.report import Reporter
 from agentrl.rollout.oracle import Demonstration
 from agentrl.suggest import did_you_mean
+from agentrl.trainer.signals import unless_stopped
 from agentrl.types import Message, Sample
 
 
@@ -157,10 +158,11 @@ async def cold_start(
         probe: plays training tasks with the learner's present weights and returns the share solved at least once.
         seed: of the order of the demonstrations.
         reporter: receives the result of every probe.
-        stopping: checked after every step.
+        stopping: checked after every step, and during probes.
 
     Raises:
         ConfigError: the success at the end is below `at_least`.
+        StoppedEarly: the run was asked to stop during a probe.
     """
     rng = random.Random(f"{seed}/warmup")
     rows_of: dict[str, list[Sample]] = {}  # of each demonstration: several where the template rewrites history
@@ -183,7 +185,7 @@ async def cold_start(
         metrics = {"loss": loss}
         step += 1
         if step == end or (step % config.probe_every == 0 and not reached):
-            passed = await probe()
+            passed = await unless_stopped(stopping, probe())
             metrics["pass"] = passed
             if passed >= config.until_pass and not reached:
                 end, reached = min(end, step + anneal), True

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+
 from agentrl.config.run import WarmupConfig
 from agentrl.learner.learner import Learner
 from agentrl.reporting.report import Silent
+from agentrl.trainer.signals import StoppedEarly
 from agentrl.trainer.warmup import cold_start, demonstration_samples
 from agentrl.types import Message, Sample
 from tests.chat.test_check import DROPS_THINKING
@@ -51,3 +55,27 @@ async def test_a_step_takes_whole_demonstrations_also_of_several_rows(tmp_path: 
     assert [len({row.episode_id for row in step}) for step in listener.steps] == [6] * 8
     trained = Counter(row.ids for step in listener.steps for row in step)
     assert trained == Counter(row.ids for row in rows * 2)
+
+
+async def test_a_probe_ends_when_the_run_is_asked_to_stop():
+    asked, ended = asyncio.Event(), asyncio.Event()
+
+    async def probe() -> float:
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return 1.0
+
+    with pytest.raises(StoppedEarly):
+        await cold_start(
+            cast(Learner, Listener()),
+            [Sample((1, 2), (False, True), (0.0, 0.0), (0.0, 0.0), (0, 0), "a")],
+            WarmupConfig(probe_every=1),
+            probe,
+            seed=0,
+            reporter=Silent(),
+            stopping=asked.is_set,
+        )
+    assert ended.is_set()
