@@ -413,11 +413,16 @@ def summary_text(summary: Summary, *, again: str, columns: int = 100) -> Text:
     phases = [f"training {duration(summary.train_seconds)}"]
     if summary.warmup_seconds >= 0.5:
         phases.insert(0, f"cold start {duration(summary.warmup_seconds)}")
-    title = "done" if summary.finished else f"stopped by request after {summary.steps} steps; everything is saved"
+    steps = f"{summary.steps} step" if summary.steps == 1 else f"{summary.steps} steps"
+    title, resumes = "done", "resumes where this run stopped"
+    if not summary.finished and summary.steps:
+        title = f"stopped by request after {steps}; everything is saved"
+    elif not summary.finished:
+        title, resumes = "stopped by request before the first step", "starts it again"
     rows = [
         *_before_and_after(summary),
         ("wall time", duration(summary.wall_seconds), ", ".join(phases), ""),
-        ("episodes", f"{summary.episodes:,}", f"{summary.sampled_tokens:,} tokens in {summary.steps} steps", ""),
+        ("episodes", f"{summary.episodes:,}", f"{summary.sampled_tokens:,} tokens in {steps}", ""),
     ]
     for name, count, remark in (
         ("malformed", summary.malformed, "wrote a call that could not be read, or was invalid"),
@@ -450,9 +455,9 @@ def summary_text(summary: Summary, *, again: str, columns: int = 100) -> Text:
         lines.append(line)
 
     named = shlex.quote(run)
-    commands = [(f"agentrl show {named} --worst", "read its worst episodes")]
+    commands = [(f"agentrl show {named} --worst", "read its worst episodes")] if summary.steps else []
     if not summary.finished:
-        commands.insert(0, (again, "resumes where this run stopped"))
+        commands.insert(0, (again, resumes))
     elif summary.held_out_after is not None:
         commands.insert(0, (f"agentrl eval {named}", "play its held-out tasks"))
     if summary.biased or summary.problems:

@@ -173,6 +173,11 @@ def test_the_summary_names_every_failure(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "stopped by request after 7 steps" in text
     assert "next:  agentrl train t.yaml" in text
     assert "solved before   –" in text
+    one = summary_text(Summary(run="/elsewhere/r", steps=1, finished=False), again="x").plain
+    assert "stopped by request after 1 step; everything is saved" in one
+    none = summary_text(Summary(run="/elsewhere/r", steps=0, finished=False), again="agentrl train t.yaml").plain
+    assert "stopped by request before the first step" in none
+    assert none.endswith("next:  agentrl train t.yaml  starts it again")
     spaced = summary_text(Summary(run="/elsewhere/my run", steps=7, held_out_after=0.5), again="x").plain
     assert "agentrl eval '/elsewhere/my run'" in spaced
     assert "agentrl show '/elsewhere/my run' --worst" in spaced
