@@ -26,10 +26,16 @@ def of_this_process(handler: Handler) -> Handler:
 
 
 def set_at_end(event: asyncio.Event) -> None:
-    """Set an event of the running loop on SIGINT and SIGTERM."""
+    """Set an event of the running loop on SIGINT and SIGTERM. After that, SIGINT ends the process at once."""
     loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        event.set()
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, event.set)
+        loop.add_signal_handler(number, end)
     _handlers.add(signal.getsignal(signal.SIGTERM))
 
 

@@ -224,7 +224,7 @@ async def _serve(
 ) -> None:
     """Answer until a signal comes."""
     from agentrl.serve.endpoint import create_app
-    from agentrl.serve.listen import running
+    from agentrl.serve.listen import SHUTDOWN_S, running
     from agentrl.serve.prometheus import Metrics
     from agentrl.serve.service import ChatService, Gate
 
@@ -235,6 +235,8 @@ async def _serve(
             key = "" if settings.api_key is None else " (with the key)"
             print(f"{settings.names[0]} at {url}/v1{key}; {policy.directory}; Ctrl-C ends", flush=True)
             await ended.wait()
+            if service.gate.running:
+                print(f"finishing answers, for {SHUTDOWN_S} s at most; Ctrl-C again ends now", file=sys.stderr)
 
     await _with_engine(policy, use)
 

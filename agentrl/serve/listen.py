@@ -194,7 +194,6 @@ async def serving(
         access_log=False,
         server_header=False,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=SHUTDOWN_S,
     )
     server = _Server(config)
     task = asyncio.ensure_future(server.serve([listener]))
@@ -206,7 +205,10 @@ async def serving(
         yield
     finally:
         server.should_exit = True
-        await task
+        await asyncio.wait({task}, timeout=SHUTDOWN_S)
+        for answering in server.server_state.tasks:
+            answering.cancel()
+        task.cancel()
         listener.close()
 
 

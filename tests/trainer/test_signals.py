@@ -220,8 +220,41 @@ async def test_what_an_env_forks_ends_on_sigterm_and_nothing_else_does():
         os.kill(os.getpid(), signal.SIGTERM)
         await ended.wait()
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().remove_signal_handler(number)
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+ENDS_SLOWLY = """
+import asyncio
+from agentrl.sigterm import set_at_end
+
+async def main():
+    ended = asyncio.Event()
+    set_at_end(ended)
+    print("ready", flush=True)
+    await ended.wait()
+    print("ending", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_that_ends_slowly_ends_at_once_on_another_ctrl_c(first: signal.Signals):
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDS_SLOWLY],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
+        try:
+            assert server.stdout is not None
+            for said, number in (("ready\n", first), ("ending\n", signal.SIGINT)):
+                assert server.stdout.readline() == said
+                server.send_signal(number)
+            assert server.wait(30) == -signal.SIGINT
+        finally:
+            server.kill()
 
 
 def test_elsewhere_than_in_the_main_thread_signals_stay_as_they_are():
