@@ -69,18 +69,18 @@ async def check_env(
     if not chosen:
         raise EnvCheckError("no tasks to check with")
     findings: list[str] = []
-    checks: list[tuple[str, Awaitable[list[str]]]] = [
-        ("tools", _check_tools(make, chosen)),
-        ("opening", _check_opening(make, chosen)),
-        ("mistakes", _check_mistakes(make, chosen)),
-        ("close", _check_close(make, chosen)),
-        ("play", _check_play(make, chosen, reward_range, max_turns)),
+    checks: list[tuple[str, Callable[[], Awaitable[list[str]]]]] = [
+        ("tools", partial(_check_tools, make, chosen)),
+        ("opening", partial(_check_opening, make, chosen)),
+        ("mistakes", partial(_check_mistakes, make, chosen)),
+        ("close", partial(_check_close, make, chosen)),
+        ("play", partial(_check_play, make, chosen, reward_range, max_turns)),
     ]
     if oracle is not None:
-        checks.append(("oracle", _check_oracle(make, chosen, oracle, reward_range, max_turns)))
+        checks.append(("oracle", partial(_check_oracle, make, chosen, oracle, reward_range, max_turns)))
     for what, check in checks:
         try:
-            findings += await check
+            findings += await check()
         except Exception as e:
             findings.append(f"{what}: {type(e).__name__}: {e}")
     if findings:

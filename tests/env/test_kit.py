@@ -1,4 +1,6 @@
+import asyncio
 import datetime
+import gc
 import ipaddress
 import itertools
 import random
@@ -260,3 +262,21 @@ class Diary(Sound):
 
 async def test_arguments_that_are_read_from_text_pass():
     await check_env(Diary, TASKS)
+
+
+async def test_a_check_that_is_interrupted_leaves_no_other_behind(recwarn: pytest.WarningsRecorder):
+    begun = asyncio.Event()
+
+    class Endless(Calculator):
+        async def setup(self, **row: object) -> str:  # type: ignore[override]
+            begun.set()
+            await asyncio.Event().wait()
+            return ""
+
+    checking = asyncio.create_task(check_env(Endless, TASKS))
+    await begun.wait()
+    checking.cancel()
+    await asyncio.wait({checking})
+    del checking
+    gc.collect()
+    assert not recwarn.list
