@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import TYPE_CHECKING
+
+TYPE_CHECKING = False  # that of `typing`, whose import takes a while in which Ctrl-C shows a traceback
 
 if not os.path.isdir(os.path.dirname(__file__)):
     raise ImportError(

@@ -170,7 +170,7 @@ import os, signal, sys
 class Interrupt:
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        if name == "agentrl.cli.options":
+        if name == "{module}":
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupt)
@@ -189,7 +189,14 @@ main(["--version"])
 """
 
 
-@pytest.mark.parametrize(("code", "status"), [(INTERRUPTED_IMPORT, 130), (INTERRUPTED_EXIT, -signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (INTERRUPTED_IMPORT.format(module="typing"), 130),
+        (INTERRUPTED_IMPORT.format(module="agentrl.cli.options"), 130),
+        (INTERRUPTED_EXIT, -signal.SIGINT),
+    ],
+)
 def test_an_interrupt_before_or_after_a_command_shows_no_traceback(code: str, status: int):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (status, "")
