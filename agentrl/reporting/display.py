@@ -287,6 +287,7 @@ class LiveDisplay(Display):
             self._own, self.console.file = self.console.file, terminal
         self._live = Live(self, console=self.console, refresh_per_second=4, transient=True)
         self._live.start()
+        self.console.show_cursor()  # a run that is killed, or suspended with Ctrl-Z, cannot give it back
         return self
 
     def __exit__(

@@ -9,6 +9,7 @@ import importlib.util
 import io
 import os
 import pty
+import re
 import struct
 import sys
 import termios
@@ -44,6 +45,10 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"
+"""How the cursor is hidden and shown."""
 
 
 def console(*, terminal: bool, width: int = 100) -> Console:
@@ -134,14 +139,21 @@ def test_the_live_screen_shows_the_step_the_rewards_and_the_time():
         assert part in text
     assert "a note" in written(out)
     assert "train: 1/10 in 0:05, solved 62.5 %" in written(out)
-    assert written(out).count("\x1b[?25l") == written(out).count("\x1b[?25h") == 1  # the cursor is back
+    assert re.findall(r"\x1b\[\?25[lh]", written(out)) == [HIDDEN, SHOWN, SHOWN]  # the cursor is back
 
 
 def test_an_error_gives_the_terminal_back():
     out = console(terminal=True)
     with pytest.raises(ZeroDivisionError), make_display("r", again="", console=out):
         assert 1 / 0
-    assert written(out).count("\x1b[?25h") == 1
+    assert re.findall(r"\x1b\[\?25[lh]", written(out)) == [HIDDEN, SHOWN, SHOWN]
+
+
+def test_the_cursor_is_there_while_it_draws():
+    out = console(terminal=True)
+    with make_display("r", again="", console=out) as display:
+        display.phase("train", 2)
+        assert re.findall(r"\x1b\[\?25[lh]", written(out))[-1] == SHOWN
 
 
 def test_the_terminal_decides_which_display():
