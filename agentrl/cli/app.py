@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import io
 import os
 import signal
 import sys
@@ -148,6 +149,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     Exit codes: 0 done, 1 it failed, 2 the input was wrong, 130 interrupted.
     """
     collect_rarely()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: its encoding may lack what is to be said
     warnings.formatwarning = _visible_warning  # which may quote a sandbox or a server, as tracebacks may
     try:
         app(args=list(argv) if argv is not None else None, prog_name="agentrl", standalone_mode=True)

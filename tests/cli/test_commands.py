@@ -243,6 +243,13 @@ class TestTheTree:
         assert "Traceback" not in result.stderr
         assert "step 2" in result.stdout
 
+    def test_an_encoding_without_the_lines_of_a_table_is_no_error(self, folder: Path):
+        env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+        command = [sys.executable, "-m", "agentrl", "show", str(folder)]
+        result = subprocess.run(command, capture_output=True, text=True, env=env)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert "\\u2500" in result.stdout
+
 
 class TestBadInput:
     def test_mistakes_in_the_yaml_are_printed_without_a_traceback(self, run, tmp_path: Path):
