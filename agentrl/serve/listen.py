@@ -206,9 +206,13 @@ async def serving(
     finally:
         server.should_exit = True
         await asyncio.wait({task}, timeout=SHUTDOWN_S)
-        for answering in server.server_state.tasks:
-            answering.cancel()
-        task.cancel()
+        if task.done():
+            task.result()
+        else:  # answers are still in progress; those that are cut off say so to their clients
+            rest = {task, *server.server_state.tasks}
+            for one in rest:
+                one.cancel()
+            await asyncio.wait(rest, timeout=1)
         listener.close()
 
 
