@@ -127,6 +127,26 @@ async def test_a_busy_server_is_asked_again_after_a_while(
             await engine.generate(PROMPT, Sampling(max_tokens=4))
 
 
+@pytest.mark.parametrize(
+    "path", ["/server_info", "/pause_generation", "/update_weights_from_tensor", "/continue_generation"]
+)
+async def test_a_server_that_is_busy_for_a_moment_at_the_start_is_asked_again(
+    model: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_pool, "BACK_OFF_S", 0.02)
+    async with servers(1) as (server,):
+
+        async def heal() -> None:
+            await until(lambda: server.log.count(path) >= 3)
+            server.refuse.clear()
+
+        server.refuse[path] = (502, "<html>\n<h1>502 Bad Gateway</h1>\n</html>")
+        healing = asyncio.create_task(heal())
+        async with engine_over(model, server) as engine:
+            assert list((await engine.generate(PROMPT, Sampling(max_tokens=4))).ids) == expected(PROMPT, 4)
+        await healing
+
+
 @pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_tensor"])
 @pytest.mark.parametrize("answer", [(307, ""), (200, {"error": {"message": "boom", "code": 500}})])
 async def test_an_update_that_was_not_done_is_not_believed(model: Path, path: str, answer: Any) -> None:

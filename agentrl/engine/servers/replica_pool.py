@@ -171,7 +171,7 @@ class ReplicaPool:
         try:
             async with asyncio.TaskGroup() as starting:
                 for replica in self.replicas:
-                    starting.create_task(self._start(replica))
+                    starting.create_task(self._start_first(replica))
         except BaseExceptionGroup as several:
             await self.close()
             raise first_error(several) from None
@@ -394,6 +394,18 @@ class ReplicaPool:
 
         await self._prepare(server, usable)
         replica.watch = self._spawn(self._watch(replica, server))
+
+    async def _start_first(self, replica: Replica) -> None:
+        """Start a server; a busy one, or a proxy before it, may refuse a step of that and answer in a moment."""
+        for attempt in range(ATTEMPTS):
+            try:
+                await self._start(replica)
+                return
+            except ServerLost as e:
+                if e.status not in BUSY or attempt + 1 == ATTEMPTS:
+                    raise
+            await self._stop(replica)
+            await asyncio.sleep(BACK_OFF_S * 2**attempt)
 
     async def _recover(self, replica: Replica, reason: str) -> None:
         while replica.left > 0 and self._broken is None:

@@ -116,7 +116,7 @@ class ServedEngine(Engine):
             self._weights = await asyncio.to_thread(load_folder, self._model, self._dtype, exact)
         try:
             await self._pool.start()
-            described = [await r.server.describe() for r in self._pool.ready if r.server is not None]
+            described = (await self._pool.call_each(lambda server: server.describe())).values()
         except BaseException:
             await self.close()
             raise
