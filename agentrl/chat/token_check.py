@@ -124,10 +124,11 @@ class TokenCheckBudget:
             and rate > self.stop_above
         ):
             first = next(d for d in report.differences if d.drift is report.worst)
+            fork = ", history: fork, or" if report.tolerates_rewrites else " or"
             raise TemplateError(
                 f"tokenization_check: {report.mode}: {self.failed} of {self.checked} transcripts differ from what "
                 f"the chat template renders ({rate:.0%}, allowed {self.stop_above:.0%}); the last one, {name}: "
-                f"{first}; use a template that only appends, history: fork, or a milder tokenization_check"
+                f"{first}; use a template that only appends{fork} a milder tokenization_check"
             )
         return not report.failed
 

@@ -191,6 +191,16 @@ def test_a_watch_counts_masks_and_stops_above_its_rate():
         watch.add(bad, "g3/e1")
 
 
+@pytest.mark.parametrize(
+    ("keeps", "way"), [(True, "appends, history: fork, or a milder"), (False, "appends or a milder")]
+)
+def test_a_run_that_forks_is_not_told_to_fork(keeps: bool, way: str):
+    difference = TokenDifference(TokenDrift.CONTENT, 2, 7, "a", "b")
+    watch = TokenCheckBudget(stop_above=0.0, at_least=1)
+    with pytest.raises(TemplateError, match=way):
+        watch.add(TokenReport("strict", (difference,), tolerates_rewrites=keeps), "g3/e1")
+
+
 def test_the_check_is_linear_in_the_conversation(appending: Renderer):
     import time
 
