@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine
+import multiprocessing
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,13 +16,14 @@ import torch
 from agentrl.config.engine import EngineConfig
 from agentrl.engine.base import GenerateOptions, TokenLogprob
 from agentrl.engine.servers import replica_pool
-from agentrl.engine.servers.client import Listener
+from agentrl.engine.servers.client import GroupPlace, Listener
 from agentrl.engine.servers.http import ServerLost, ServerRefused
 from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.streams import SGLangStream
 from agentrl.engine.servers.weight_sync import BroadcastSync, _address_towards
 from agentrl.errors import EngineError
 from agentrl.types import Sampling
+from tests.engine.broadcast_peer import serve
 from tests.engine.test_served import PROMPT, VOCABULARY, engine_over, expected, model, servers, until, weights
 
 __all__ = ["model"]
@@ -239,6 +242,55 @@ async def test_a_broadcast_to_a_name_that_is_unknown_fails_for_that_server() -> 
     await server.close()
     assert isinstance(failures[server], ServerLost)
     assert "no-such-host" in str(failures[server])
+
+
+class Receiver:
+    """A server that is a process with nothing but the broadcasts in it."""
+
+    def __init__(self, number: int, *, dies: bool) -> None:
+        self.url, self.dies = f"http://127.0.0.1:{number}", dies
+        self.pipe, there = multiprocessing.get_context("spawn").Pipe()
+        self.process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
+        self.process.start()
+        there.close()
+
+    @asynccontextmanager
+    async def updating(self, *, by_tensor: bool) -> AsyncIterator[None]:
+        yield
+
+    async def join(self, place: GroupPlace) -> None:
+        await self._do("join", place)
+
+    async def receive(self, tensors: Mapping[str, torch.Tensor], group: str, version: int) -> None:
+        if self.dies:
+            self.process.kill()
+        await self._do("receive", [tuple(tensor.shape) for tensor in tensors.values()])
+
+    async def leave(self, group: str) -> None:
+        await self._do("leave", None)
+
+    async def _do(self, what: str, given: Any) -> None:
+        try:
+            self.pipe.send((what, given))
+            answer = await asyncio.to_thread(self.pipe.recv)
+        except (EOFError, OSError) as e:
+            raise ServerLost(f"{self.url}: {e!r}") from e
+        if answer is not True:
+            raise ServerRefused(answer)
+
+
+async def test_a_server_that_dies_in_a_broadcast_leaves_the_others_with_all_weights_at_once() -> None:
+    """Those who wait for the rest of it are told, and get everything without the one that died."""
+    dead, alive = Receiver(1, dies=True), Receiver(2, dies=False)
+    sync = BroadcastSync(backend="gloo", bucket_bytes=1 << 20, timeout_s=3600.0)
+    sent = {str(n): torch.ones(1000, 1000) for n in range(8)}
+    try:
+        failures = await asyncio.wait_for(sync.push(cast("Any", [dead, alive]), sent, 1), 100)
+        assert list(failures) == [dead]
+        await sync.close()
+    finally:
+        for one in (dead, alive):
+            one.process.kill()
 
 
 async def test_a_broadcast_is_sent_from_the_gpu_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,8 +223,13 @@ class BroadcastSync:
                 broken = e.failures
             if not broken:
                 break
+            cut = self._group is None  # by `_sender`; whoever answers that it received nothing more is still there
             await self._dissolve()
-            lost = {server: e for server, e in broken.items() if not isinstance(e, _Collateral)}
+            lost = {
+                server: e
+                for server, e in broken.items()
+                if not (isinstance(e, _Collateral) or (cut and getattr(e, "status", None) is not None))
+            }
             failures |= lost or broken
             left = [server for server in left if server not in failures]
         return failures
@@ -242,15 +247,15 @@ class BroadcastSync:
         return receive
 
     async def _sender(self, weights: Mapping[str, Tensor]) -> None:
-        group, device = self._group, self._device
-
-        def broadcast() -> None:
+        def broadcast(group: Any) -> None:
             for tensor in weights.values():
-                dist.broadcast(tensor.to(device).contiguous(), src=0, group=group)
+                dist.broadcast(tensor.to(self._device).contiguous(), src=0, group=group)
 
         try:
-            await asyncio.to_thread(broadcast)
+            await asyncio.to_thread(broadcast, self._group)
         except RuntimeError as e:
+            e.__traceback__ = None  # it holds the group
+            await self._cut()  # otherwise, servers that are still there would wait for the rest
             raise _Collateral(f"the broadcast of the weights broke off: {e}") from e
 
     async def _form(self, servers: tuple[InferenceServer, ...]) -> None:
@@ -290,12 +295,17 @@ class BroadcastSync:
         return failures
 
     async def _dissolve(self) -> None:
-        group, members, name = self._group, self._members, self._name
-        self._group, self._members = None, ()
-        if group is None:
-            return
-        await push_to_each(members, lambda server: server.leave(name))
-        await asyncio.to_thread(dist.destroy_process_group, group)
+        members, name = self._members, self._name
+        self._members = ()
+        if members:
+            await push_to_each(members, lambda server: server.leave(name))
+        await self._cut()
+
+    async def _cut(self) -> None:
+        """Close the connections to all members: those of gloo close with the last reference to the group."""
+        group, self._group = self._group, None
+        if group is not None:
+            await asyncio.to_thread(dist.destroy_process_group, group)
 
 
 class _Collateral(EngineError):
