@@ -240,6 +240,17 @@ async def test_when_no_server_is_left_callers_are_told(model: Path) -> None:
             await engine.generate(PROMPT, Sampling())
 
 
+async def test_a_server_that_is_given_up_is_named_while_others_go_on(model: Path) -> None:
+    said: list[str] = []
+    async with servers(2) as (a, b), engine_over(model, a, b, said=said, restarts=2) as engine:
+        b.refuse["/update_weights_from_tensor"] = (500, "out of memory")
+        await engine.update_weights(weights(1), 1)
+        await until(lambda: len(said) > 1)
+        assert said[1].startswith(f"{b.url} could not be started again: ")
+        assert said[1].endswith("out of memory; going on without it")
+        assert (await engine.generate(PROMPT, Sampling(max_tokens=4))).versions == (1,) * 4
+
+
 async def test_a_cancelled_call_is_aborted_on_the_server(model: Path) -> None:
     async with servers(1, token_s=0.01) as (server,), engine_over(model, server, capacity=1) as engine:
         task = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=200)))

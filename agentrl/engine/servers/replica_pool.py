@@ -423,8 +423,13 @@ class ReplicaPool:
             self._tell(f"{replica.host.name} answers again after {time.monotonic() - started:.0f} s")
             return
         await self._stop(replica)
-        if not any(r.ready or r.left > 0 for r in self.replicas):
-            self.fail(EngineError(f"no server is left: {replica.host.name} could not be started again: {reason}"))
+        lost = f"{replica.host.name} could not be started again: {reason}"
+        if self._broken is not None:
+            return
+        if any(r.ready or r.left > 0 for r in self.replicas):
+            self._tell(f"{lost}; going on without it")
+        else:
+            self.fail(EngineError(f"no server is left: {lost}"))
 
     async def _watch(self, replica: Replica, server: InferenceServer) -> None:
         """Watch for a server that has ended or no longer responds."""
