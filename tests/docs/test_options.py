@@ -22,6 +22,7 @@ OTHERS = {
     "--enable-lora",
     "--enable-prompt-tokens-details",
     "--generation-config",
+    "--no-enable-chunked-prefill",
     "--host-uds",
     "--ignore-requires-python",
     "--incremental-streaming-output",

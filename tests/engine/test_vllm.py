@@ -223,6 +223,7 @@ def test_on_a_cpu_its_attention_has_limits(tmp_path: Path) -> None:
         if accepted:
             recipe = launch_recipe(config, tmp_path, "python", 0)
             assert recipe.environment["VLLM_CPU_KVCACHE_SPACE"] == "2"
+            assert "--no-enable-chunked-prefill" in recipe.command(1)
         else:
             with pytest.raises(ConfigError, match="heads of 16 numbers, and vLLM on a CPU supports"):
                 launch_recipe(config, tmp_path, "python", 0)

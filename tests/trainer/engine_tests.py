@@ -202,6 +202,17 @@ class EngineTests:
             drawn = table.gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
             assert torch.tensor(completion.logprobs) == pytest.approx(drawn, abs=AGREE)
 
+    async def test_more_prompts_than_a_server_takes_in_one_step_are_sampled_with_their_seeds(
+        self, url: str, folders: list[Path]
+    ) -> None:
+        policy = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32).eval()
+        prompts = [[(n + 7 * place) % 256 for place in range(240)] for n in range(32)]
+        async with self.opened(url, folders[0], _way("tensor", folders[0], folders[0]), "tensor") as engine:
+            asked = (engine.generate(ids, Sampling(max_tokens=4, seed=n)) for n, ids in enumerate(prompts))
+            for ids, completion in zip(prompts, await asyncio.gather(*asked), strict=True):
+                wanted = logprobs_of(policy, [*ids, *completion.ids])[len(ids) - 1 :]
+                assert (torch.tensor(completion.logprobs) - wanted).abs().max() < AGREE
+
     @pytest.mark.parametrize("sync", ["disk", "tensor", "broadcast", "delta"])
     async def test_weights_arrive_and_requests_in_flight_go_on_with_them(
         self, url: str, folders: list[Path], tmp_path: Path, sync: Sync

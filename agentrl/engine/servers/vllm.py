@@ -452,7 +452,8 @@ def _command(config: EngineConfig, model: Path, gpu: int | None) -> CommandLine:
     environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": LOADER_FOLDER}
     if gpu is None:
         _check_heads(model)
-        line += ["--enforce-eager"]
+        # On a CPU, vLLM 0.32 dies of a prompt that it takes in pieces if the request has a seed.
+        line += ["--enforce-eager", "--no-enable-chunked-prefill"]
         environment |= _CPU_CACHE if share is None else {}
         if server.tensor_parallel == 1:
             line += ["--distributed-executor-backend", "uni"]
