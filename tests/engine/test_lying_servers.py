@@ -22,6 +22,7 @@ from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.streams import SGLangStream
 from agentrl.engine.servers.weight_sync import BroadcastSync, _address_towards
 from agentrl.errors import EngineError
+from agentrl.testing.sglang_server import LoopbackServer
 from agentrl.types import Sampling
 from tests.engine.broadcast_peer import serve
 from tests.engine.test_served import PROMPT, VOCABULARY, engine_over, expected, model, servers, until, weights
@@ -133,16 +134,23 @@ async def test_a_busy_server_is_asked_again_after_a_while(
 @pytest.mark.parametrize(
     "path", ["/server_info", "/pause_generation", "/update_weights_from_tensor", "/continue_generation"]
 )
+@pytest.mark.parametrize("busy", [True, False], ids=["502", "cut connections"])
 async def test_a_server_that_is_busy_for_a_moment_at_the_start_is_asked_again(
-    model: Path, path: str, monkeypatch: pytest.MonkeyPatch
+    model: Path, path: str, busy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class Cutting(LoopbackServer):
+        async def _handle(self, method: str, path: str, body: dict[str, object]) -> tuple[int, object]:
+            status, answer = await super()._handle(method, path, body)
+            if status == 502 and not busy:
+                raise ConnectionResetError
+            return status, answer
+
+    async def heal() -> None:
+        await until(lambda: server.log.count(path) >= 3)
+        server.refuse.clear()
+
     monkeypatch.setattr(replica_pool, "BACK_OFF_S", 0.02)
-    async with servers(1) as (server,):
-
-        async def heal() -> None:
-            await until(lambda: server.log.count(path) >= 3)
-            server.refuse.clear()
-
+    async with Cutting() as server:
         server.refuse[path] = (502, "<html>\n<h1>502 Bad Gateway</h1>\n</html>")
         healing = asyncio.create_task(heal())
         async with engine_over(model, server) as engine:

@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+import httpx
+
 from agentrl.engine.servers.client import InferenceServer, ServerAnswer
 from agentrl.engine.servers.http import ServerLost, ServerRestarted, ServerTaken
 from agentrl.errors import EngineError, first_error
@@ -396,13 +398,14 @@ class ReplicaPool:
         replica.watch = self._spawn(self._watch(replica, server))
 
     async def _start_first(self, replica: Replica) -> None:
-        """Start a server; a busy one, or a proxy before it, may refuse a step of that and answer in a moment."""
+        """Start a server; one that is busy, or whose connection broke, may answer in a moment."""
         for attempt in range(ATTEMPTS):
             try:
                 await self._start(replica)
                 return
             except ServerLost as e:
-                if e.status not in BUSY or attempt + 1 == ATTEMPTS:
+                slow = isinstance(e.__cause__, httpx.TimeoutException)
+                if slow or e.status not in {None, *BUSY} or attempt + 1 == ATTEMPTS:
                     raise
             await self._stop(replica)
             await asyncio.sleep(BACK_OFF_S * 2**attempt)
