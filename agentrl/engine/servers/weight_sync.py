@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agentrl.engine.servers.client import GroupPlace, InferenceServer
-from agentrl.engine.servers.http import ServerLost
+from agentrl.engine.servers.http import ServerLost, ServerRefused
 from agentrl.errors import EngineError
 from agentrl.ports import reserved_port
 from agentrl.run_folder.files import share_weights
@@ -223,13 +223,10 @@ class BroadcastSync:
                 broken = e.failures
             if not broken:
                 break
-            cut = self._group is None  # by `_sender`; whoever answers that it received nothing more is still there
+            # When `_sender` has cut the group, those who refuse the rest are still there and get everything again.
+            spared = (_Collateral, ServerRefused) if self._group is None else _Collateral
             await self._dissolve()
-            lost = {
-                server: e
-                for server, e in broken.items()
-                if not (isinstance(e, _Collateral) or (cut and getattr(e, "status", None) is not None))
-            }
+            lost = {server: e for server, e in broken.items() if not isinstance(e, spared)}
             failures |= lost or broken
             left = [server for server in left if server not in failures]
         return failures
