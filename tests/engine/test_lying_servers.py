@@ -15,7 +15,7 @@ import torch
 
 from agentrl.config.engine import EngineConfig
 from agentrl.engine.base import GenerateOptions, TokenLogprob
-from agentrl.engine.servers import replica_pool
+from agentrl.engine.servers import replica_pool, weight_sync
 from agentrl.engine.servers.client import GroupPlace, Listener
 from agentrl.engine.servers.http import ServerLost, ServerRefused
 from agentrl.engine.servers.sglang import SGLangServer
@@ -255,7 +255,7 @@ async def test_a_broadcast_to_a_name_that_is_unknown_fails_for_that_server() -> 
 class Receiver:
     """A server that is a process with nothing but the broadcasts in it."""
 
-    def __init__(self, number: int, *, dies: bool) -> None:
+    def __init__(self, number: int, *, dies: str = "") -> None:
         self.url, self.dies = f"http://127.0.0.1:{number}", dies
         self.pipe, there = multiprocessing.get_context("spawn").Pipe()
         self.process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
@@ -270,14 +270,14 @@ class Receiver:
         await self._do("join", place)
 
     async def receive(self, tensors: Mapping[str, torch.Tensor], group: str, version: int) -> None:
-        if self.dies:
-            self.process.kill()
         await self._do("receive", [tuple(tensor.shape) for tensor in tensors.values()])
 
     async def leave(self, group: str) -> None:
         await self._do("leave", None)
 
     async def _do(self, what: str, given: Any) -> None:
+        if what == self.dies:
+            self.process.kill()
         try:
             self.pipe.send((what, given))
             answer = await asyncio.to_thread(self.pipe.recv)
@@ -287,9 +287,13 @@ class Receiver:
             raise ServerRefused(answer)
 
 
-async def test_a_server_that_dies_in_a_broadcast_leaves_the_others_with_all_weights_at_once() -> None:
+@pytest.mark.parametrize("at", [pytest.param("join", marks=pytest.mark.slow), "receive"])
+async def test_a_server_that_dies_in_a_broadcast_leaves_the_others_with_all_weights_at_once(
+    at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those who wait for the rest of it are told, and get everything without the one that died."""
-    dead, alive = Receiver(1, dies=True), Receiver(2, dies=False)
+    monkeypatch.setattr(weight_sync, "JOIN_S", 20.0)
+    dead, alive = Receiver(1, dies=at), Receiver(2)
     sync = BroadcastSync(backend="gloo", bucket_bytes=1 << 20, timeout_s=3600.0)
     sent = {str(n): torch.ones(1000, 1000) for n in range(8)}
     try:

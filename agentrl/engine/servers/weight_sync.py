@@ -29,6 +29,8 @@ from agentrl.ports import reserved_port
 from agentrl.run_folder.files import share_weights
 
 Failures = dict[InferenceServer, EngineError]
+JOIN_S = 120.0
+"""How long all servers may take to come to a process group: those who are there wait for one that died."""
 
 
 class WeightSync(Protocol):
@@ -343,7 +345,8 @@ def _own_end(host: str, port: int, size: int, name: str, backend: str, timeout_s
     c10d: Any = module  # these names are not part of its public interface
 
     timeout = timedelta(seconds=timeout_s)
-    store, _, _ = next(c10d.rendezvous(f"tcp://{host}:{port}", 0, size, timeout=timeout))
+    soon = min(timeout, timedelta(seconds=JOIN_S))
+    store, _, _ = next(c10d.rendezvous(f"tcp://{host}:{port}", 0, size, timeout=soon))
     store.set_timeout(timeout)
     group, _ = c10d._new_process_group_helper(
         size, 0, [], c10d.Backend(backend), c10d.PrefixStore(name, store), group_name=name, timeout=timeout
