@@ -255,8 +255,8 @@ async def test_a_broadcast_to_a_name_that_is_unknown_fails_for_that_server() -> 
 class Receiver:
     """A server that is a process with nothing but the broadcasts in it."""
 
-    def __init__(self, number: int, *, dies: str = "") -> None:
-        self.url, self.dies = f"http://127.0.0.1:{number}", dies
+    def __init__(self, number: int, *, dies: str = "", refuses: str = "") -> None:
+        self.url, self.dies, self.refuses = f"http://127.0.0.1:{number}", dies, refuses
         self.pipe, there = multiprocessing.get_context("spawn").Pipe()
         self.process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
         self.process.start()
@@ -276,6 +276,8 @@ class Receiver:
         await self._do("leave", None)
 
     async def _do(self, what: str, given: Any) -> None:
+        if what == self.refuses:
+            raise ServerRefused("no such weights")
         if what == self.dies:
             self.process.kill()
         try:
@@ -287,21 +289,31 @@ class Receiver:
             raise ServerRefused(answer)
 
 
-@pytest.mark.parametrize("at", [pytest.param("join", marks=pytest.mark.slow), "receive"])
-async def test_a_server_that_dies_in_a_broadcast_leaves_the_others_with_all_weights_at_once(
-    at: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("place", "fault"),
+    [
+        pytest.param(0, {"dies": "join"}, marks=pytest.mark.slow),
+        (0, {"dies": "receive"}),
+        pytest.param(1, {"dies": "receive"}, marks=pytest.mark.slow),
+        (2, {"dies": "receive"}),  # gloo reaches the third through the first
+        pytest.param(0, {"refuses": "receive"}, marks=pytest.mark.slow),
+        (2, {"refuses": "receive"}),
+    ],
+)
+async def test_a_server_that_is_lost_to_a_broadcast_leaves_the_others_with_all_weights_at_once(
+    place: int, fault: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those who wait for the rest of it are told, and get everything without the one that died."""
+    """Those who wait for the rest of it are told, and get everything without that server."""
     monkeypatch.setattr(weight_sync, "JOIN_S", 20.0)
-    dead, alive = Receiver(1, dies=at), Receiver(2)
+    receivers = [Receiver(n, **(fault if n == place else {})) for n in range(3)]
     sync = BroadcastSync(backend="gloo", bucket_bytes=1 << 20, timeout_s=3600.0)
     sent = {str(n): torch.ones(1000, 1000) for n in range(8)}
     try:
-        failures = await asyncio.wait_for(sync.push(cast("Any", [dead, alive]), sent, 1), 100)
-        assert list(failures) == [dead]
+        failures = await asyncio.wait_for(sync.push(cast("Any", receivers), sent, 1), 100)
+        assert list(failures) == [receivers[place]]
         await sync.close()
     finally:
-        for one in (dead, alive):
+        for one in receivers:
             one.process.kill()
 
 

@@ -8,6 +8,7 @@ paused and must be restarted, because its weights may be partly old.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
 import socket
@@ -225,11 +226,11 @@ class BroadcastSync:
                 broken = e.failures
             if not broken:
                 break
-            # When `_sender` has cut the group, those who refuse the rest are still there and get everything again.
-            spared = (_Collateral, ServerRefused) if self._group is None else _Collateral
             await self._dissolve()
-            lost = {server: e for server, e in broken.items() if not isinstance(e, spared)}
-            failures |= lost or broken
+            # Servers that refuse the rest after one is lost are still there, and get everything again.
+            own = {server: e for server, e in broken.items() if not isinstance(e, _Collateral)}
+            lost = {server: e for server, e in own.items() if not isinstance(e, ServerRefused)}
+            failures |= lost or own or broken
             left = [server for server in left if server not in failures]
         return failures
 
@@ -238,10 +239,23 @@ class BroadcastSync:
         await self._dissolve()
 
     def _receiver(self, weights: Mapping[str, Tensor], version: int) -> Any:
+        refused = False
+
         async def receive(server: InferenceServer) -> None:
-            async with server.updating(by_tensor=True):
-                for bucket in buckets(weights, self._bucket_bytes):
-                    await server.receive(bucket, self._name, version)
+            nonlocal refused
+            try:
+                async with server.updating(by_tensor=True):
+                    for bucket in buckets(weights, self._bucket_bytes):
+                        await server.receive(bucket, self._name, version)
+            except (ServerLost, ServerRefused) as e:
+                collateral = refused and isinstance(e, ServerRefused)
+                refused = refused or isinstance(e, ServerRefused)
+                if e.status is not None:  # gloo passes tensors on from server to server: others wait for this one
+                    with contextlib.suppress(EngineError):
+                        await server.leave(self._name)
+                if collateral:
+                    raise _Collateral(str(e)) from e
+                raise
 
         return receive
 
