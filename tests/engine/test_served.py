@@ -246,8 +246,20 @@ async def test_a_server_that_is_given_up_is_named_while_others_go_on(model: Path
         b.refuse["/update_weights_from_tensor"] = (500, "out of memory")
         await engine.update_weights(weights(1), 1)
         await until(lambda: len(said) > 1)
-        assert said[1].startswith(f"{b.url} could not be started again: ")
-        assert said[1].endswith("out of memory; going on without it")
+        assert said[1].startswith(f"going on without {b.url}, which could not be started again: ")
+        assert said[1].endswith("out of memory")
+        assert (await engine.generate(PROMPT, Sampling(max_tokens=4))).versions == (1,) * 4
+
+
+async def test_a_server_in_its_last_restart_is_still_waited_for_when_another_is_given_up(model: Path) -> None:
+    said: list[str] = []
+    async with servers(2) as (a, b), engine_over(model, a, b, said=said, restarts=1) as engine:
+        await a.die()
+        b.refuse["/update_weights_from_tensor"] = (500, "out of memory")
+        update = asyncio.create_task(engine.update_weights(weights(1), 1))
+        await until(lambda: any(text.startswith(f"going on without {b.url}") for text in said))
+        await a.start()
+        await update
         assert (await engine.generate(PROMPT, Sampling(max_tokens=4))).versions == (1,) * 4
 
 

@@ -71,6 +71,7 @@ class Replica:
     limit: float = 0.0
     left: int = 0
     """Restarts left until it answers a request again."""
+    given_up: bool = False
     answered: float = 0.0
     updates: int = 0
     pardoned: int = 0
@@ -426,13 +427,13 @@ class ReplicaPool:
             self._tell(f"{replica.host.name} answers again after {time.monotonic() - started:.0f} s")
             return
         await self._stop(replica)
-        lost = f"{replica.host.name} could not be started again: {reason}"
+        replica.given_up = True
         if self._broken is not None:
             return
-        if any(r.ready or r.left > 0 for r in self.replicas):
-            self._tell(f"{lost}; going on without it")
+        if all(r.given_up for r in self.replicas):
+            self.fail(EngineError(f"no server is left: {replica.host.name} could not be started again: {reason}"))
         else:
-            self.fail(EngineError(f"no server is left: {lost}"))
+            self._tell(f"going on without {replica.host.name}, which could not be started again: {reason}")
 
     async def _watch(self, replica: Replica, server: InferenceServer) -> None:
         """Watch for a server that has ended or no longer responds."""
