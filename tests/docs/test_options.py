@@ -28,6 +28,8 @@ OTHERS = {
     "--incremental-streaming-output",
     "--logprobs-mode",
     "--max-loras-per-batch",
+    "--max-model-len",
+    "--max-num-batched-tokens",
     "--network",
     "--skip-tokenizer-init",
     "--worker-extension-cls",
