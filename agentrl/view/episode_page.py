@@ -42,7 +42,7 @@ def episode(record: Json, run: str, siblings: Sequence[str], renderer: str | Non
         "advantages": record.get("advantages") or [],
         "solved": said.get("solved"),
         "segments": segments,
-        "branches": list(_branches(said, segments)),
+        "branches": list(_branches(said, segments, turns)),
         "siblings": list(siblings),
         "stop_reason": said.get("stop_reason"),
         "metrics": said.get("metrics", {}),
@@ -151,7 +151,7 @@ def _rewards(said: Json) -> Iterator[Json]:
             yield {"name": name, "turn": number, "value": rest, "weight": 1.0}
 
 
-def _branches(said: Json, segments: Sequence[Json]) -> Iterator[Json]:
+def _branches(said: Json, segments: Sequence[Json], turns: Sequence[Json]) -> Iterator[Json]:
     """Where the token tree begins and splits: the first child of a segment continues it, the others branch off."""
     continued: set[int] = set()
     members: dict[int, list[Json]] = {}  # by the first segment of a branch
@@ -162,41 +162,42 @@ def _branches(said: Json, segments: Sequence[Json]) -> Iterator[Json]:
         continued.add(parent)
         branch_of[index] = index if begins else branch_of[parent]
         members.setdefault(branch_of[index], []).append(segment)
+    messages = said.get("messages", ())
+    systems = [m.get("content") for m in messages if m.get("role") == "system"]
+    recorded: dict[
+        int | None, str | None
+    ] = {}  # why a turn was rendered from scratch, by the place of its message
+    for turn, placed in zip(said.get("turns", ()), turns, strict=True):
+        recorded.setdefault(placed["message"], turn.get("branch"))
+    otherwise = "unanswered" if "agent/unanswered" in said.get("metrics", {}) else None
     for number, (start, inside) in enumerate(members.items()):
         parent = segments[start]["parent"]
-        messages = said.get("messages", ())
         message = next((s["message"] for s in inside if s["message"] is not None), None)
-        kind = _kind(number, parent, inside, messages)
+        kind = _kind(number, parent, inside, messages, systems)
+        own = next((s["message"] for s in inside if s["origin"] == "sampled"), None)
+        why = otherwise if (found := recorded.get(own)) is None else found
         yield {
             "segment": start,
             "parent": parent,
             "kind": kind,
-            "reason": None if number == 0 else _reason(said, parent, kind, _said_by_agent(said, inside)),
+            "reason": None if number == 0 else _reason(said, parent, kind, why),
             "tokens": sum(s["count"] for s in inside),
             "message": message,
         }
 
 
-def _kind(number: int, parent: int, inside: Sequence[Json], messages: Sequence[Json]) -> str:
+def _kind(
+    number: int, parent: int, inside: Sequence[Json], messages: Sequence[Json], systems: Sequence[object]
+) -> str:
     if number == 0:
         return "root"
-    return "sub_agent" if parent < 0 and _other_system(inside, messages) else "fork"
+    return "sub_agent" if parent < 0 and _other_system(inside, messages, systems) else "fork"
 
 
-def _other_system(inside: Sequence[Json], messages: Sequence[Json]) -> bool:
-    systems = [m.get("content") for m in messages if m.get("role") == "system"]
+def _other_system(inside: Sequence[Json], messages: Sequence[Json], systems: Sequence[object]) -> bool:
     mine = {s["message"] for s in inside if s["message"] is not None}
     own = [messages[n].get("content") for n in mine if n < len(messages) and messages[n].get("role") == "system"]
     return bool(mine) and own[:1] != systems[:1]
-
-
-def _said_by_agent(said: Json, inside: Sequence[Json]) -> str | None:
-    """Why the turn with which a branch of an agent begins was rendered from scratch."""
-    own = next((s["message"] for s in inside if s["origin"] == "sampled"), None)
-    turns = zip(said.get("turns", ()), _turns(said), strict=True)
-    found = next((turn.get("branch") for turn, placed in turns if placed["message"] == own), None)
-    left = "agent/unanswered" in said.get("metrics", {})
-    return "unanswered" if found is None and left else found
 
 
 _REASONS = {

@@ -36,6 +36,7 @@ from agentrl.run_folder.search_index import Query, cache_folder, open_index
 from agentrl.run_folder.tags import write_tags
 from agentrl.run_folder.token_records import SKIPPED, TRAINED, TokenColumns, encode_tokens, tokens_file
 from agentrl.types import Image, Message, Segment
+from agentrl.view import episode_page
 from agentrl.view.bundle import static_text
 from agentrl.view.export import Extent, export
 from agentrl.view.library import Library, NotFoundError
@@ -306,6 +307,22 @@ def test_a_branch_of_a_compacted_context_says_so(client: TestClient, folder: Pat
     found = client.get("/api/runs/calc/episodes/s2/g0/e0?step=2").json()
     wanted = "compacted: rollout.compact shortened the context: 900 tokens became 300"
     assert [b["reason"] for b in found["branches"]] == [None, wanted]
+
+
+def test_turns_are_placed_once_however_many_branches_there_are(
+    client: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    records = read_records(folder / "calc", 2)
+    episode = records[0].episode
+    again = tuple(replace(segment, parent=-1) for segment in episode.segments for _ in range(20))
+    turns = (episode.turns[0], replace(episode.turns[1], branch="rewind"))
+    episode = replace(episode, segments=again, turns=turns)
+    write_step(folder / "calc", 2, [replace(records[0], episode=episode), *records[1:]])
+    calls, place = list[int](), episode_page._turns
+    monkeypatch.setattr(episode_page, "_turns", lambda said: calls.append(1) or place(said))
+    found = client.get("/api/runs/calc/episodes/s2/g0/e0?step=2").json()["branches"]
+    assert (len(found), len(calls)) == (100, 1)
+    assert sum(branch["reason"] == "the client went back to an earlier turn" for branch in found) == 40
 
 
 def test_tokens_are_columns_with_their_pieces(client: TestClient):
