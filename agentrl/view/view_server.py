@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -232,8 +233,8 @@ class Page:
         path = f"/{request.path_params['path']}"
         found = served().get(path)
         if found is None:
-            return _error(
-                404, f"There is nothing at {path[:200]}.", "Open the address that `agentrl view` printed."
+            return _refusal(
+                request, 404, f"There is nothing at {path[:200]}.", "Open the address that `agentrl view` printed."
             )
         if path == "/page.js":
             found = await run_in_threadpool(self.preferences.script) + found
@@ -280,9 +281,13 @@ class Guard:
 
     def _refused(self, request: Request) -> Response | None:
         if request.headers.get("host", "") not in self._hosts:
-            return _error(403, "This server does not answer to that name.", "Open the address that was printed.")
+            return _refusal(
+                request, 403, "This server does not answer to that name.", "Open the address that was printed."
+            )
         if request.method not in ("GET", "HEAD") and not self._ours(request.headers.get("origin")):
-            return _error(403, "A request from another page is not answered.", "Send no Origin, or this server's.")
+            return _refusal(
+                request, 403, "A request from another page is not answered.", "Send no Origin, or this server's."
+            )
         cookie = f"{COOKIE}_{request.url.port or 80}"
         given = parse_qs(urlsplit(str(request.url)).query).get("token", [""])[0]
         if request.method == "GET" and request.url.path == "/" and self._is_token(given):
@@ -292,7 +297,9 @@ class Guard:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         key = key if kind.lower() == "bearer" else request.cookies.get(cookie, "")
         if not self._is_token(key):
-            return _error(401, "The token is missing or wrong.", "Open the address that `agentrl view` printed.")
+            return _refusal(
+                request, 401, "The token is missing or wrong.", "Open the address that `agentrl view` printed."
+            )
         return None
 
     def _ours(self, origin: str | None) -> bool:
@@ -354,6 +361,15 @@ def _number(request: Request, name: str, otherwise: int) -> int:
 
 def _error(status: int, message: str, what_to_do: str) -> Response:
     return _json({"error": {"message": message, "what_to_do": what_to_do}}, status)
+
+
+def _refusal(request: Request, status: int, message: str, what_to_do: str) -> Response:
+    """An error; a page where a person opened the address."""
+    if "text/html" not in request.headers.get("accept", ""):
+        return _error(status, message, what_to_do)
+    text = f"<p>{escape(message)}</p><p>{escape(what_to_do)}</p>"
+    head = '<meta charset="utf-8"><meta name="color-scheme" content="light dark"><title>agentrl</title>'
+    return Response(f'<!doctype html><html lang="en">{head}{text}', status, media_type=KINDS["html"])
 
 
 def _json(body: Any, status: int = 200) -> Response:

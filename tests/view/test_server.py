@@ -543,6 +543,9 @@ def test_nobody_without_the_token_from_elsewhere_or_by_another_name(library: Lib
     ) as client:
         assert client.get("/api/runs").status_code == 401
         assert client.get("/?token=wrong").status_code == 401
+        person = client.get("/", headers={"accept": "text/html,*/*;q=0.8"})
+        assert (person.status_code, person.headers["content-type"]) == (401, "text/html; charset=utf-8")
+        assert "Open the address that `agentrl view` printed." in person.text
         opened = client.get(f"/?token={TOKEN}")
         assert (opened.status_code, opened.headers["location"]) == (303, "/")
         cookie = opened.headers["set-cookie"].lower()
@@ -568,6 +571,12 @@ def test_nobody_without_the_token_from_elsewhere_or_by_another_name(library: Lib
 )
 def test_nothing_but_the_page_is_served_from_disk(client: TestClient, path: str):
     assert client.get(path).status_code == 404
+
+
+def test_a_person_who_mistyped_an_address_reads_so_without_running_it(client: TestClient):
+    answer = client.get("/<script>alert(1)</script>", headers={"accept": "text/html"})
+    assert (answer.status_code, answer.headers["content-type"]) == (404, "text/html; charset=utf-8")
+    assert "There is nothing at /&lt;script&gt;" in answer.text
 
 
 @pytest.mark.parametrize("id", ["..", "../calc", "calc/../../x", "%2e%2e", "a" * 5000, "\x00"])
