@@ -50,6 +50,7 @@ def export(library: Library, target: Path, extent: Extent) -> str:
     written: Counter[str] = Counter()
     data = _counted(_answers(library, extent), written)  # one answer in memory at a time
     renderers = {} if extent.redact else library.renderers()
+    there = target.is_dir()  # and empty: what is in it later is the export's
     title = "agentrl" if extent.redact else ", ".join(reader.path.name for reader in library.runs.values())
     try:
         if target.suffix == ".html":
@@ -60,9 +61,11 @@ def export(library: Library, target: Path, extent: Extent) -> str:
             write_folder(target, data, renderers=renderers, title=title)
     except BaseException as e:  # also Ctrl-C: half an export looks like a whole one, and is in the way of the next
         with contextlib.suppress(OSError):
-            (shutil.rmtree if target.is_dir() else os.remove)(target)
+            for path in target.iterdir() if there else [target]:
+                (shutil.rmtree if path.is_dir() else os.remove)(path)
         if isinstance(e, OSError):
-            raise ConfigError(f"{target}: cannot be written: {e.filename or target}: {e.strerror or e}") from None
+            place = "" if e.filename in (None, str(target)) else f"{e.filename}: "
+            raise ConfigError(f"{target}: cannot be written: {place}{e.strerror or e}") from None
         raise
     return _contents(library, written, extent)
 

@@ -78,7 +78,6 @@ def test_the_table_has_a_row_for_each_run(client: TestClient):
     assert (row["model"], row["env"], row["estimator"], row["loss"]) == ("tiny 64x2", "m:E", "grpo", "gspo")
 
 
-def test_the_wall_time_of_a_resumed_run_includes_its_steps_since_it_ended(folder: Path, library: Library):
 OPTIONS = {"a b": "1", "n": [1, {"k": "x: y"}], "e": {}, "t": "a\nb"}
 WRITTEN = dump_config(RunConfig(env={"use": "m:E", "options": OPTIONS}, model={"path": "m"}))
 
@@ -140,6 +139,7 @@ def test_what_another_run_has_in_its_configuration_is_not_parsed_again(
     assert parsed[-1] == "- seed: 713\n"
 
 
+def test_the_wall_time_of_a_resumed_run_includes_its_steps_since_it_ended(folder: Path, library: Library):
     (folder / "calc/summary.json").write_text(json.dumps({"finished": False, "steps": 3, "wall_seconds": 300.0}))
     with (folder / "calc/metrics.jsonl").open("a") as file:
         file.writelines(json.dumps({"step": step, "seconds": 2.5}) + "\n" for step in (4, 5))
@@ -1115,15 +1115,25 @@ def test_an_export_that_cannot_be_written_says_so(library: Library, tmp_path: Pa
             export(library, tmp_path / "file" / target, Extent())
 
 
+class Stopped(Library):
+    """Stopped while an export asks it for the tools."""
+
+    def tools(self, id: str, last: int = 0) -> Any:
+        raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("target", ["report.html", "report"])
 def test_nothing_is_left_of_an_export_that_was_stopped(folder: Path, tmp_path: Path, target: str):
-    class Stopped(Library):
-        def tools(self, id: str, last: int = 0) -> Any:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         export(Stopped([folder], index=tmp_path / "index.sqlite"), tmp_path / target, Extent())
     assert not (tmp_path / target).exists()
+
+
+def test_the_empty_folder_that_was_named_stays_when_an_export_is_stopped(folder: Path, tmp_path: Path):
+    (tmp_path / "report").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        export(Stopped([folder], index=tmp_path / "index.sqlite"), tmp_path / "report", Extent())
+    assert list((tmp_path / "report").iterdir()) == []
 
 
 def test_what_may_not_be_read_does_not_keep_the_rest_from_being_shown(folder: Path, tmp_path: Path):
