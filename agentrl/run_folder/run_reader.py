@@ -51,11 +51,8 @@ QUIET_S = 600.0
 
 def is_run(path: Path) -> bool:
     """Whether a folder that may be read holds a run, or a recording of external agents."""
-    try:
-        run = (path / "config.yaml").is_file() and (path / "episodes").is_dir()
-        return run or (path / PARTIAL_FILE).is_file()
-    except PermissionError:  # another user's
-        return False
+    run = os.path.isfile(path / "config.yaml") and os.path.isdir(path / "episodes")
+    return run or os.path.isfile(path / PARTIAL_FILE)
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
@@ -72,9 +69,11 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 def _children(path: Path) -> list[Path]:
     try:
-        return sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
+        children = sorted(path.iterdir())
     except OSError:
         return []
+    # unlike Path.is_dir, this does not raise where a link leads into a folder that may not be read
+    return [child for child in children if not child.name.startswith(".") and os.path.isdir(child)]
 
 
 @dataclass

@@ -1138,6 +1138,7 @@ def test_the_empty_folder_that_was_named_stays_when_an_export_is_stopped(folder:
 
 def test_what_may_not_be_read_does_not_keep_the_rest_from_being_shown(folder: Path, tmp_path: Path):
     hidden = make_run(folder, "hidden"), episodes_file(folder / "calc", 2)
+    (folder / "link").symlink_to(hidden[0] / "episodes")
     without_rights = ["setpriv", "--inh-caps=-all", "--bounding-set=-all"] if os.getuid() == 0 else []
     command = [*without_rights, sys.executable, "-m", "agentrl", "view", str(folder), "--export"]
     for path in hidden:
