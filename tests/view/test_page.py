@@ -290,7 +290,11 @@ def test_an_episode_is_copied_as_json_messages_and_a_test_that_runs(page, url, c
     assert "from agentrl.envs.calculator import Calculator\n" in test
 
 
-def test_a_copied_test_replays_the_episode(page, url, tmp_path):
+@pytest.mark.parametrize(
+    ("stop", "num_turns", "reward"),
+    [("answered", 2, 1.0), ("max_turns", 1, 0.0), ("max_tokens", 2, 1.0), ("infra", 1, None)],
+)
+def test_a_copied_test_replays_the_episode(page, url, tmp_path, stop, num_turns, reward):
     shown(page, url, "#/")
     call = {"id": "c", "name": "calculator", "arguments": {"expression": "1+2"}}
     episode = {
@@ -298,9 +302,9 @@ def test_a_copied_test_replays_the_episode(page, url, tmp_path):
         "step": 1,
         "task": "t",
         "row": {"start": 1, "operations": [["+", 2]]},
-        "stop_reason": "answered",
-        "rewards": {"total": 1.0},
-        "turns": [{"message": 1}, {"message": 3}],
+        "stop_reason": stop,
+        "rewards": {"total": reward},
+        "turns": [{"message": 1}, {"message": 3}][:num_turns],
         "messages": [
             {"role": "user", "content": "1+2?"},
             {"role": "assistant", "content": 'caf\u00e9 \u202e \U0001f600 \n"""', "tool_calls": [call]},
