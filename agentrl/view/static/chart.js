@@ -31,6 +31,14 @@ export function summary(name, steps, values) {
 	return `${name}: ${num(known[0])} at first, ${num(known.at(-1))} at last, between ${num(low)} and ${num(high)}, steps ${steps[0]} to ${steps.at(-1)}`;
 }
 
+/** The values of an axis as texts that differ from each other. */
+export function ticks(values) {
+	const known = values.filter((v) => v !== null);
+	let digits = 3;
+	while (digits < 6 && new Set(known.map((v) => num(v, digits))).size < known.length) digits += 1;
+	return values.map((v) => (v === null ? "" : num(v, digits)));
+}
+
 const sync = "agentrl-steps";
 
 function marksPlugin(marks) {
@@ -100,7 +108,7 @@ export function Chart({ title, description, unit, steps, lines, marks = [], heig
 			scales: { x: { time: false }, y: { range: (_, low, high) => (low === null ? [low, high] : low || high ? uPlot.rangeNum(low, high, 0.1, true) : [0, 1]) } },
 			axes: [
 				{ ...axis, size: 20, grid: { show: false }, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000] },
-				{ ...axis, size: 44, grid: { stroke: css("--line"), width: 1 }, values: (_, all) => all.map((v) => (v === null ? "" : num(v))), space: 34 },
+				{ ...axis, size: 44, grid: { stroke: css("--line"), width: 1 }, values: (_, all) => ticks(all), space: 34 },
 			],
 			hooks: { setCursor: [(u) => say(u)] },
 			plugins: [marksPlugin(marked)],
