@@ -422,6 +422,8 @@ def test_light_and_dark(page, url):
     assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") == dark != light
     page.reload()
     expect(page.get_by_role("button", name="dark")).to_be_visible()
+    page.emulate_media(media="print")  # paper is white
+    assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") == light
 
 
 def test_a_page_follows_its_run_and_shows_what_a_program_asks(page, url, site):
@@ -478,9 +480,9 @@ def test_functions_of_the_page_agree_with_values_by_hand(page, url):
             const [chart, step, panels, compare, ui] = await Promise.all(
                 ['chart', 'step', 'panels', 'compare', 'ui'].map((name) => import(`/${name}.js`)));
             return {
+                ticks: [chart.ticks([0, 0.5, null]), chart.ticks([5.8302, 5.8304, 5.8306])],
                 smooth: chart.smooth([1, null, 3], 0.5), raw: chart.smooth([1, null, 3], 0),
                 bins: step.bins([0, 0, 0.5, 1, null], [0, 1]).map((b) => b.count).filter(Boolean),
-                ticks: [chart.ticks([0, 0.5, null]), chart.ticks([5.8302, 5.8304, 5.8306])],
                 same: step.bins([2, 2], [2, 2]).map((b) => b.count),
                 pole: step.longestPole({phases: [], episodes: [
                     {episode: 'a', kind: 'tool', start_s: 0, end_s: 2},
@@ -493,9 +495,9 @@ def test_functions_of_the_page_agree_with_values_by_hand(page, url):
             };
         }"""
     )
+    assert got["ticks"] == [["0", "0.5", ""], ["5.8302", "5.8304", "5.8306"]]
     assert got["smooth"] == [1, None, pytest.approx((0.25 * 1 + 0.5 * 3) / 0.75)]
     assert got["raw"] == [1, None, 3]
-    assert got["ticks"] == [["0", "0.5", ""], ["5.8302", "5.8304", "5.8306"]]
     assert got["bins"] == [2, 1, 1]
     assert got["same"] == [2]
     assert (got["pole"]["episode"], got["pole"]["kind"]) == ("b", "engine")
