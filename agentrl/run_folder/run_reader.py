@@ -204,9 +204,17 @@ class RunReader:
     @property
     def status(self) -> str:
         """`running`, `finished` or `stopped`."""
-        if self.summary.get("finished") or (self.path / "results.json").is_file():  # of an evaluation
+        if self._finished() or (self.path / "results.json").is_file():  # of an evaluation
             return "finished"
         return "running" if self._held() else "stopped"
+
+    def _finished(self) -> bool:
+        """Whether the run ended, and was not resumed with more steps since."""
+        summary = self.summary
+        if not summary.get("finished"):
+            return False
+        done, wanted = _number(summary.get("steps")), _number(self.config.get("steps"))
+        return done is None or wanted is None or done >= wanted
 
     def _held(self) -> bool:
         try:

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -144,6 +145,16 @@ def test_the_wall_time_of_a_resumed_run_includes_its_steps_since_it_ended(folder
     with (folder / "calc/metrics.jsonl").open("a") as file:
         file.writelines(json.dumps({"step": step, "seconds": 2.5}) + "\n" for step in (4, 5))
     assert library.about("calc")["wall_seconds"] == 305
+
+
+def test_a_finished_run_that_is_resumed_with_more_steps_is_not_finished(folder: Path, library: Library):
+    (folder / "calc/summary.json").write_text(json.dumps({"finished": True, "steps": 3}))
+    assert library.about("calc")["status"] == "finished"
+    config = folder / "calc/config.yaml"
+    config.write_text(config.read_text().replace('"steps": 3', '"steps": 10'))
+    assert library.about("calc")["status"] == "stopped"
+    (folder / "calc/.lock").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+    assert library.about("calc")["status"] == "running"
 
 
 def test_held_out_results_before_and_after_are_of_before_and_after_training(folder: Path, library: Library):
