@@ -54,6 +54,7 @@ class EnvSession:
     _outbox: asyncio.Queue[TurnResult | Exception] = field(default_factory=asyncio.Queue)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _closed: bool = False
+    _stopping: bool = False
 
     @property
     def tools(self) -> Sequence[ToolSchema]:
@@ -82,6 +83,7 @@ class EnvSession:
             await self._stop()
             self._check_open()
             self.task, self.turns, self._tools = task, 0, None
+            self._stopping = False
             self._inbox, self._outbox = asyncio.Queue(), asyncio.Queue()
             self._player = asyncio.create_task(self._play(task))
             self._player.add_done_callback(self._tell_closed)
@@ -125,10 +127,17 @@ class EnvSession:
     async def _stop(self) -> None:
         player = self._player
         if player is not None:
-            if not player.cancelling():
+            if not self._stopping:
+                self._stopping = True
                 player.cancel()
             await asyncio.wait({player})
         self._player = None
+
+    async def _next(self) -> Message | None:
+        """The next message of the client. Raises CancelledError, also if the env has caught it."""
+        if self._stopping:
+            raise asyncio.CancelledError
+        return await self._inbox.get()
 
     async def _play(self, task: Task) -> None:
         try:
@@ -153,7 +162,7 @@ class EnvSession:
                 self._outbox.put_nowait(TurnResult(tuple(episode.messages)))
                 while episode.stop is None:
                     last = TurnResult(())
-                    message = await self._inbox.get()
+                    message = await self._next()
                     if message is None:
                         episode.stop = StopReason.MAX_TURNS
                         break

@@ -16,15 +16,16 @@ from websockets.asyncio.client import connect
 
 from agentrl.chat.messages import write_message
 from agentrl.cli import main
-from agentrl.env import ToolEnv, reward, tool
+from agentrl.env import StepInfo, ToolEnv, reward, tool
 from agentrl.env.load import load_env
 from agentrl.env.play import RandomPolicy, ScriptedPolicy, call, calls, play
 from agentrl.env.textenv import TextEnv
 from agentrl.env_server.open_sessions import Sessions
 from agentrl.env_server.serve import env_name, serving_env
 from agentrl.env_server.served import EnvSource
+from agentrl.env_server.session import EnvSession
 from agentrl.errors import InfraError
-from agentrl.types import Episode, Image, Task
+from agentrl.types import Episode, Image, Message, Task
 from tests.envs.test_openenv import PYTHON, needs_openenv
 
 HERE = __file__.rpartition("/")[0]
@@ -384,6 +385,37 @@ async def test_a_client_that_leaves_during_a_call_frees_its_session():
             await gone(sessions)
         async with Wire(url) as wire:
             await wire.ask("reset", {"index": 0})
+
+
+@pytest.mark.parametrize("left_behind", ["its cancellation", "one of a group of tasks"])
+async def test_an_env_that_leaves_a_cancellation_behind_ends(left_behind: str):
+    begun = asyncio.Event()
+
+    class Odd(Counted):
+        """Count."""
+
+        async def step(self, message: Message) -> tuple[Sequence[Message], float, bool, bool, StepInfo]:
+            if left_behind == "its cancellation":
+                with contextlib.suppress(asyncio.CancelledError):
+                    begun.set()
+                    await asyncio.Event().wait()
+            else:
+                current = asyncio.current_task()
+                assert current is not None
+                with contextlib.suppress(asyncio.CancelledError):
+                    current.cancel()  # as a TaskGroup that fails does before Python 3.13
+                    await asyncio.sleep(0)
+                begun.set()
+            return await super().step(message)
+
+    session = EnvSession(replace(COUNTED, make_env=Odd), "s")
+    await session.reset({"index": 0})
+    acting = asyncio.create_task(session.act(calls(("add", {"n": 1}))))
+    async with asyncio.timeout(60):
+        await begun.wait()
+        await session.close()
+        await asyncio.gather(acting, return_exceptions=True)
+    assert Counted.alive == 0
 
 
 async def test_the_end_of_a_server_answers_calls_in_progress(capfd: pytest.CaptureFixture[str]):
