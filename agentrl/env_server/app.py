@@ -31,6 +31,8 @@ MAX_BODY = 16 << 20
 """Largest request, in bytes."""
 MAX_LISTED = 10_000
 """Most tasks in one answer."""
+MOST_AHEAD = 16
+"""Most messages of a WebSocket that are received before the one in progress is answered."""
 _SESSION = "mcp-session-id"
 _Receive = Callable[[], Awaitable[object]]
 """Waits for the next message."""
@@ -139,7 +141,7 @@ class _Pages:
             await socket.close(1013, str(e))
             return
         try:
-            async with _listening(socket, session) as receive:
+            async with _listening(socket, partial(self.sessions.close, session.id)) as receive:
                 while True:
                     answer = await self.rpc.answer(await receive(), session=session)
                     if answer.body is not None:
@@ -166,7 +168,7 @@ class _Pages:
             if named:
                 await self._converse(socket, session, partial(_receive, socket))
             else:
-                async with _listening(socket, session) as receive:
+                async with _listening(socket, partial(self.sessions.close, session.id)) as receive:
                     await self._converse(socket, session, receive)
         except WebSocketDisconnect:
             pass
@@ -299,31 +301,29 @@ async def _receive(socket: WebSocket) -> object:
 
 
 @contextlib.asynccontextmanager
-async def _listening(socket: WebSocket, session: EnvSession) -> AsyncIterator[_Receive]:
-    """Yields what receives the next message. If the client leaves, also during a call, the session is closed at
-    once."""
+async def _listening(socket: WebSocket, leave: Callable[[], Awaitable[object]]) -> AsyncIterator[_Receive]:
+    """Yields what receives the next message. When the client leaves, also during a call, `leave` is called."""
+    coming: asyncio.Queue[object] = asyncio.Queue(MOST_AHEAD)
 
-    async def read() -> object:
+    async def read() -> None:
         try:
-            return await _receive(socket)
+            while True:
+                await coming.put(await _receive(socket))
         except WebSocketDisconnect as e:
-            await session.close()
-            return e
-
-    coming = asyncio.create_task(read())
+            await leave()
+            await coming.put(e)
 
     async def receive() -> object:
-        nonlocal coming
-        message = await coming
+        message = await coming.get()
         if isinstance(message, WebSocketDisconnect):
             raise message
-        coming = asyncio.create_task(read())
         return message
 
+    reading = asyncio.create_task(read())
     try:
         yield receive
     finally:
-        coming.cancel()
+        reading.cancel()
 
 
 async def _send(socket: WebSocket, content: object) -> None:

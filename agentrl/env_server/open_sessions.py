@@ -31,6 +31,7 @@ class Sessions:
     max_sessions: int = 64
     idle_s: float = 900.0
     _open: dict[str, _Slot] = field(default_factory=dict)
+    _closing: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -65,15 +66,25 @@ class Sessions:
             slot.attached, slot.used = False, time.monotonic()
 
     async def close(self, session_id: str) -> bool:
-        """Close a session; whether there was one."""
+        """Close a session; whether there was one. Its place is free at once, and it closes also if this is
+        cancelled."""
         slot = self._open.pop(session_id, None)
         if slot is not None:
-            await slot.session.close()
+            await asyncio.shield(self._close(slot.session))
         return slot is not None
 
+    def _close(self, session: EnvSession) -> asyncio.Task[None]:
+        closing = asyncio.create_task(session.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        return closing
+
     async def close_all(self) -> None:
-        """Close every session."""
-        await asyncio.gather(*(self.close(session_id) for session_id in list(self._open)))
+        """Close every session, and wait for those that are closing."""
+        while self._open:
+            self._close(self._open.popitem()[1].session)
+        if self._closing:
+            await asyncio.wait(self._closing)
 
     async def watch(self) -> None:
         """Close sessions without a connection that have been idle for `idle_s`; runs until cancelled."""
@@ -83,5 +94,5 @@ class Sessions:
             for slot in self._open.values():
                 if slot.attached or slot.session.busy:
                     slot.used = now
-            idle = [key for key, slot in self._open.items() if slot.used < now - self.idle_s]
-            await asyncio.gather(*(self.close(key) for key in idle))
+            for key in [key for key, slot in self._open.items() if slot.used < now - self.idle_s]:
+                self._close(self._open.pop(key).session)

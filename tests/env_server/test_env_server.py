@@ -376,12 +376,15 @@ async def waiting(wire: Wire, sessions: Sessions) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_client_that_leaves_during_a_call_frees_its_session():
+@pytest.mark.parametrize("last", [[], [{"type": "close"}], [WAIT, WAIT, {"type": "close"}]])
+async def test_a_client_that_leaves_during_a_call_frees_its_session(last: Sequence[object]):
     sessions = Sessions(replace(COUNTED, make_env=Endless), max_sessions=1)
     async with serving_env(sessions) as url:
         async with Wire(url) as wire:
             await waiting(wire, sessions)
-            wire.socket.transport.abort()
+            for message in last:
+                await wire.socket.send(json.dumps(message))
+            wire.socket.transport.close()
             await gone(sessions)
         async with Wire(url) as wire:
             await wire.ask("reset", {"index": 0})
@@ -415,6 +418,38 @@ async def test_an_env_that_leaves_a_cancellation_behind_ends(left_behind: str):
         await begun.wait()
         await session.close()
         await asyncio.gather(acting, return_exceptions=True)
+    assert Counted.alive == 0
+
+
+class Lingering(Counted):
+    """Count."""
+
+    may_close: asyncio.Event
+
+    async def close(self) -> None:
+        await self.may_close.wait()
+        await super().close()
+
+
+async def test_a_session_that_closes_takes_no_place_and_holds_no_other_up():
+    Lingering.may_close = asyncio.Event()
+    sessions = Sessions(replace(COUNTED, make_env=Lingering), max_sessions=1, idle_s=0.2)
+    async with asyncio.timeout(60), contextlib.AsyncExitStack() as stack:
+        url = await stack.enter_async_context(serving_env(sessions))
+        async with Wire(url) as wire:
+            await wire.ask("reset", {"index": 0})
+        async with httpx.AsyncClient(trust_env=False) as http:
+            for _ in range(2):
+                while len(sessions):  # noqa: ASYNC110 - the server has no event for it
+                    await asyncio.sleep(0.01)
+                opening = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {}}
+                assert "result" in (await http.post(f"{url}/mcp?index=0", json=opening)).json()
+        ending = asyncio.create_task(stack.aclose())
+        while len(sessions):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert (Counted.alive, ending.done()) == (3, False)
+        Lingering.may_close.set()
+        await ending
     assert Counted.alive == 0
 
 
