@@ -187,6 +187,19 @@ collect_rarely()
 atexit.register(os.kill, os.getpid(), signal.SIGINT)  # as the import of an engine does
 main(["--version"])
 """
+INTERRUPTED_WAIT = """
+import os, signal, threading
+from agentrl.cli import main
+
+def interrupt():
+    threading.main_thread().join()
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait(10)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+threading.Thread(target=interrupt).start()  # as one that loads a model
+main(["--version"])
+"""
 
 
 @pytest.mark.parametrize(
@@ -195,6 +208,7 @@ main(["--version"])
         (INTERRUPTED_IMPORT.format(module="typing"), 130),
         (INTERRUPTED_IMPORT.format(module="agentrl.cli.options"), 130),
         (INTERRUPTED_EXIT, -signal.SIGINT),
+        (INTERRUPTED_WAIT, -signal.SIGINT),
     ],
 )
 def test_an_interrupt_before_or_after_a_command_shows_no_traceback(code: str, status: int):

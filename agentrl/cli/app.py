@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import errno
 import io
 import os
@@ -179,4 +178,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     finally:
         sys.excepthook = _show_traceback  # typer has set its own
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as a background job of a shell has it
-            atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)  # nothing can catch it while Python ends
+            # Nothing can catch it while Python ends, which begins with waiting for threads, before `atexit`.
+            threading._register_atexit(signal.signal, signal.SIGINT, signal.SIG_DFL)  # type: ignore[attr-defined]
