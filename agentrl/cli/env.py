@@ -185,6 +185,8 @@ async def _serve(sessions: Sessions, host: str, port: int, token: str | None, un
         with_token = " (with the token)" if token else ""
         print(f"{source.name} at {url}, MCP at {url}/mcp{with_token}; tasks: {tasks}; Ctrl-C ends", flush=True)
         await ended.wait()
+        if (len(sessions) or sessions.closing) and not until_eof:
+            print("closing sessions; Ctrl-C again ends now", file=sys.stderr)
 
 
 def _read_to_end(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:

@@ -30,8 +30,9 @@ class Sessions:
     source: EnvSource
     max_sessions: int = 64
     idle_s: float = 900.0
+    closing: set[asyncio.Task[None]] = field(default_factory=set)
+    """What closes sessions that are no longer open."""
     _open: dict[str, _Slot] = field(default_factory=dict)
-    _closing: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -75,16 +76,16 @@ class Sessions:
 
     def _close(self, session: EnvSession) -> asyncio.Task[None]:
         closing = asyncio.create_task(session.close())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self.closing.add(closing)
+        closing.add_done_callback(self.closing.discard)
         return closing
 
     async def close_all(self) -> None:
         """Close every session, and wait for those that are closing."""
         while self._open:
             self._close(self._open.popitem()[1].session)
-        if self._closing:
-            await asyncio.wait(self._closing)
+        if self.closing:
+            await asyncio.wait(self.closing)
 
     async def watch(self) -> None:
         """Close sessions without a connection that have been idle for `idle_s`; runs until cancelled."""

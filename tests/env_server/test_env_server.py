@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -471,6 +474,24 @@ async def test_the_end_of_a_server_answers_calls_in_progress(capfd: pytest.Captu
             assert answer == {"message": "InfraError: the session was closed", "code": "SESSION_ERROR"}
             assert "the session was closed" in (await called).text
     assert capfd.readouterr().err == ""
+
+
+async def test_the_command_says_that_it_closes_sessions_and_how_to_end_it_now():
+    command = [sys.executable, "-m", "agentrl", "env", "serve", NAMES["calculator"], "--port", "0"]
+    pipe = asyncio.subprocess.PIPE
+    server = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    try:
+        assert server.stdout is not None
+        found = re.search("http://[^,]+", (await server.stdout.readline()).decode())
+        assert found
+        async with Wire(found[0]) as wire:
+            await wire.ask("reset", {"index": 0})
+            server.send_signal(signal.SIGTERM)
+            err = (await server.communicate())[1].decode()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            server.kill()
+    assert (server.returncode, err) == (0, "closing sessions; Ctrl-C again ends now\n")
 
 
 async def test_a_token_guards_everything_but_health():
