@@ -122,9 +122,11 @@ class LocalBackend:
         try:
             self._keeper = self._launch(python, theirs.fileno())
             await asyncio.to_thread(self._hand_over, text.encode())
-        except OSError as error:
-            ours.close()
-            raise SandboxUnavailable(f"the keeper {python} could not be started: {error}") from error
+        except BaseException as error:
+            ours.close()  # what waits for the end of a keeper that has started would wait for this
+            if isinstance(error, OSError):
+                raise SandboxUnavailable(f"the keeper {python} could not be started: {error}") from error
+            raise
         finally:
             theirs.close()
         ours.setblocking(False)

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.sandbox import PromiseNotEnforceable, Sandbox, SandboxError, SandboxPool, SandboxUnavailable
-from agentrl.sandbox.local import LocalProcess
+from agentrl.sandbox.local import LocalBackend, LocalProcess
 from agentrl.testing.sandbox_suite import hostile
 from agentrl.testing.sandbox_suite.stage import Stage
 from tests.sandbox.sandbox_specs import ORDINARY_USER, spec_for
@@ -85,6 +85,20 @@ async def test_cpu_share_is_refused_where_it_cannot_be_held() -> None:
     pool = SandboxPool(Sandbox(run_as=spec.run_as, python=spec.python, cpus=0.5))
     with pytest.raises(PromiseNotEnforceable, match="cpu_share"):
         await pool.open()
+
+
+async def test_a_keeper_whose_start_is_cancelled_ends_by_itself() -> None:
+    pool = SandboxPool(Sandbox())
+    backend = pool._backend
+    assert isinstance(backend, LocalBackend)
+    opening = asyncio.create_task(backend.open())
+    while (keeper := backend._keeper) is None:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    await backend.close()
+    assert keeper.returncode != -signal.SIGKILL
 
 
 async def test_a_resting_sandbox_is_one_small_process() -> None:
