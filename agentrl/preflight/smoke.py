@@ -170,7 +170,8 @@ def _changes(given: RunConfig) -> list[str]:
                 same = small == found[f"rollout.{key}"]  # a key that changes nothing is an error
                 found[f"envs.{name}.rollout.{key}"] = None if same else small
     if given.warmup is not None:
-        found |= {"warmup.num": 8, "warmup.max_epochs": 1, "warmup.until_pass": None, "warmup.at_least": 0.0}
+        found |= {"warmup.num": 8, "warmup.max_epochs": 1, "warmup.anneal_epochs": None}
+        found |= {"warmup.until_pass": None, "warmup.at_least": 0.0}
     return [f"{key}={'null' if value is None else value}" for key, value in found.items()]
 
 

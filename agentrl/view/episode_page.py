@@ -164,9 +164,7 @@ def _branches(said: Json, segments: Sequence[Json], turns: Sequence[Json]) -> It
         members.setdefault(branch_of[index], []).append(segment)
     messages = said.get("messages", ())
     systems = [m.get("content") for m in messages if m.get("role") == "system"]
-    recorded: dict[
-        int | None, str | None
-    ] = {}  # why a turn was rendered from scratch, by the place of its message
+    recorded: dict[int | None, str | None] = {}  # why a turn began from scratch, by the place of its message
     for turn, placed in zip(said.get("turns", ()), turns, strict=True):
         recorded.setdefault(placed["message"], turn.get("branch"))
     otherwise = "unanswered" if "agent/unanswered" in said.get("metrics", {}) else None

@@ -40,6 +40,14 @@ def test_a_recipe_trains_two_steps_with_tiny_weights_of_its_architecture(tmp_pat
     assert experts == (4 if "num_experts" in MODELS[model] else 0)
 
 
+@pytest.mark.parametrize("example", sorted(path.parent.name for path in (ROOT / "examples").glob("*/tools.yaml")))
+def test_every_example_has_a_small_form(tmp_path: Path, example: str):
+    installed = [f"agent.sandbox.readonly=[{tmp_path}]"] if example == "mini_swe_agent" else []  # by the user
+    small = smoke_config(ROOT / f"examples/{example}/tools.yaml", installed, tmp_path)
+    assert small.steps == 2
+    assert small.warmup is None or (small.warmup.max_epochs, small.warmup.anneal_epochs) == (1, 0)
+
+
 @pytest.mark.slow
 def test_without_a_model_folder_its_name_says_the_architecture_and_a_smoke_run_is_replaced(tmp_path: Path):
     run = tmp_path / "smoke"
