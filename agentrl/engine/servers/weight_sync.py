@@ -12,7 +12,7 @@ import contextlib
 import json
 import shutil
 import socket
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -32,6 +32,8 @@ from agentrl.run_folder.files import share_weights
 Failures = dict[InferenceServer, EngineError]
 JOIN_S = 120.0
 """How long all servers may take to come to a process group: those who are there wait for one that died."""
+LEAVE_S = 30.0
+"""How long servers may take to notice that a broadcast has broken off: gloo leaves one waiting at times."""
 
 
 class WeightSync(Protocol):
@@ -211,6 +213,7 @@ class BroadcastSync:
         self._name = ""
         self._members: tuple[InferenceServer, ...] = ()
         self._count = 0
+        self._broken_off = asyncio.Event()
 
     async def push(
         self, servers: Sequence[InferenceServer], weights: Mapping[str, Tensor], version: int
@@ -221,12 +224,13 @@ class BroadcastSync:
         while left:
             try:
                 await self._form(tuple(left))
+                self._broken_off.clear()
                 broken = await push_to_each(left, self._receiver(weights, version), self._sender(weights))
             except _JoinFailed as e:
                 broken = e.failures
             if not broken:
                 break
-            await self._dissolve()
+            await self._dissolve({s for s, e in broken.items() if isinstance(e, ServerLost) and e.status is None})
             # Servers that refuse the rest after one is lost are still there, and get everything again.
             own = {server: e for server, e in broken.items() if not isinstance(e, _Collateral)}
             lost = {server: e for server, e in own.items() if not isinstance(e, ServerRefused)}
@@ -244,10 +248,9 @@ class BroadcastSync:
         async def receive(server: InferenceServer) -> None:
             nonlocal refused
             try:
-                async with server.updating(by_tensor=True):
-                    for bucket in buckets(weights, self._bucket_bytes):
-                        await server.receive(bucket, self._name, version)
+                await self._receive(server, weights, version)
             except (ServerLost, ServerRefused) as e:
+                self._broken_off.set()
                 collateral = refused and isinstance(e, ServerRefused)
                 refused = refused or isinstance(e, ServerRefused)
                 if e.status is not None:  # gloo passes tensors on from server to server: others wait for this one
@@ -259,6 +262,25 @@ class BroadcastSync:
 
         return receive
 
+    async def _receive(self, server: InferenceServer, weights: Mapping[str, Tensor], version: int) -> None:
+        async def all_buckets() -> None:
+            async with server.updating(by_tensor=True):
+                for bucket in buckets(weights, self._bucket_bytes):
+                    await server.receive(bucket, self._name, version)
+
+        receiving = asyncio.create_task(all_buckets())
+        receiving.add_done_callback(lambda task: task.cancelled() or task.exception())
+        ending = asyncio.create_task(self._broken_off.wait())
+        try:
+            await asyncio.wait({receiving, ending}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({receiving}, timeout=LEAVE_S)
+            if not receiving.done():
+                raise ServerLost(f"{server.url}: no answer for {LEAVE_S:g} s after the broadcast broke off")
+            receiving.result()
+        finally:
+            receiving.cancel()
+            ending.cancel()
+
     async def _sender(self, weights: Mapping[str, Tensor]) -> None:
         def broadcast(group: Any) -> None:
             for tensor in weights.values():
@@ -268,6 +290,7 @@ class BroadcastSync:
             await asyncio.to_thread(broadcast, self._group)
         except RuntimeError as e:
             e.__traceback__ = None  # it holds the group
+            self._broken_off.set()
             await self._cut()  # otherwise, servers that are still there would wait for the rest
             raise _Collateral(f"the broadcast of the weights broke off: {e}") from e
 
@@ -307,8 +330,9 @@ class BroadcastSync:
             raise _JoinFailed(failures or dict.fromkeys(servers, error)) from e
         return failures
 
-    async def _dissolve(self) -> None:
-        members, name = self._members, self._name
+    async def _dissolve(self, gone: Collection[InferenceServer] = ()) -> None:
+        """End the group for all members but those who are gone."""
+        members, name = [server for server in self._members if server not in gone], self._name
         self._members = ()
         if members:
             await push_to_each(members, lambda server: server.leave(name))
