@@ -370,73 +370,15 @@ def _yaml(path: Path) -> Json:
 
 @lru_cache(maxsize=8)
 def _parsed(text: str) -> Json:
-    """The configuration in a text, which a run and its examination parse in turn."""
-    found = _by_line(text)
-    if found is None:
-        found = _loaded(text)
-    return found if isinstance(found, dict) and _is_bounded(found) else {}
-
-
-def _loaded(text: str) -> Any:
-    """What a text says as YAML, at a tenth of a millisecond for each value; None if it is not YAML."""
+    """The configuration in a text, which a run and its examination parse in turn: a tenth of a second."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
     try:
-        return YAML(typ="safe", pure=True).load(text)
+        found = YAML(typ="safe", pure=True).load(text)
     except (YAMLError, RecursionError, ValueError):
-        return None
-
-
-_LINE = re.compile(r'((?:  ){0,20})((?:[A-Za-z_][\w./-]*|"[^"\\]*"):(?: [\w"\[{./-][^&*]*)?)', re.ASCII)
-"""A key of a configuration that a run wrote, alone or with its value: nothing that another line could change."""
-
-_LINES: dict[str, tuple[Any, Any]] = {}
-"""Keys and values by their line: the configurations of a table of runs have most of their lines in common."""
-MAX_LINES, LONGEST_LINE = 5_000, 2_000
-
-
-def _by_line(text: str) -> Json | None:
-    """The configuration in a text with a key in each line, as a run writes it; None if it is any other text."""
-    lines = text.removesuffix("\n").split("\n")
-    lines = lines[1:] if lines[0].startswith("#") and lines[0].isprintable() else lines
-    matches = [_LINE.fullmatch(line) for line in lines if len(line) <= LONGEST_LINE and line.isprintable()]
-    keys = [(len(match[1]), match[2]) for match in matches if match]
-    known = _read_lines({line for _, line in keys}) if len(keys) == len(lines) else None
-    if known is None:
-        return None
-    found: Json = {}
-    open_sections, section = [(0, found)], None
-    for indent, line in keys:
-        if section is not None and indent == open_sections[-1][0] + 2:
-            inner: Json = {}
-            open_sections[-1][1][section] = inner
-            open_sections.append((indent, inner))
-        while indent < open_sections[-1][0]:
-            open_sections.pop()
-        (key, value), (at, values) = known[line], open_sections[-1]
-        if indent != at or key in values:
-            return None
-        values[key], section = value, key if line.endswith(":") else None
-    return found
-
-
-def _read_lines(lines: set[str]) -> Mapping[str, tuple[Any, Any]] | None:
-    """The key and the value of each line; None if one is not such a pair by itself."""
-    known = {line: pair for line in lines if (pair := _LINES.get(line)) is not None}
-    new = sorted(lines - known.keys())
-    if not new:
-        return known
-    read = _loaded("".join(f"- {line}\n" for line in new))
-    if not isinstance(read, list) or len(read) != len(new):
-        return None
-    if not all(isinstance(one, dict) and len(one) == 1 for one in read):
-        return None
-    if len(_LINES) > MAX_LINES:
-        _LINES.clear()
-    pairs = {line: next(iter(one.items())) for line, one in zip(new, read, strict=True)}
-    _LINES.update(pairs)
-    return known | pairs
+        return {}
+    return found if isinstance(found, dict) and _is_bounded(found) else {}
 
 
 def _is_bounded(config: Json) -> bool:

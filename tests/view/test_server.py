@@ -23,16 +23,12 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 import zstandard
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 from starlette.testclient import TestClient
 
-from agentrl.config import RunConfig, dump_config
 from agentrl.errors import ConfigError
-from agentrl.run_folder import run_reader, search_index
+from agentrl.run_folder import search_index
 from agentrl.run_folder.history import Lineage, add_history, write_lineage
 from agentrl.run_folder.records import EpisodeRecord, episodes_file, read_records
-from agentrl.run_folder.run_reader import RunReader
 from agentrl.run_folder.search_index import Query, cache_folder, open_index
 from agentrl.run_folder.tags import write_tags
 from agentrl.run_folder.token_records import SKIPPED, TRAINED, TokenColumns, encode_tokens, tokens_file
@@ -77,67 +73,6 @@ def test_the_table_has_a_row_for_each_run(client: TestClient):
     assert (row["status"], row["step"], row["steps"], row["wall_seconds"]) == ("finished", 3, 3, 300.0)
     assert (row["held_out_before"], row["held_out_after"]) == (0.25, 0.75)
     assert (row["model"], row["env"], row["estimator"], row["loss"]) == ("tiny 64x2", "m:E", "grpo", "gspo")
-
-
-OPTIONS = {"a b": "1", "n": [1, {"k": "x: y"}], "e": {}, "t": "a\nb"}
-WRITTEN = dump_config(RunConfig(env={"use": "m:E", "options": OPTIONS}, model={"path": "m"}))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        WRITTEN,
-        WRITTEN.replace("\n", "\r\n"),
-        "",
-        "# nothing",
-        "a: 1\n\nb: 2",
-        "a: 1\n---\nb: 2",
-        "a: [1,\n 2]",
-        "a:\nb: 1",
-        "a:\n    b: 1",
-        "a: 1\n  b: 2",
-        "  a: 1\nb: 2",
-        "a:\n  b: 1\n c: 2",
-        "a: 1\na: 2",
-        "a: b: c",
-        "a: &x 1\nb: *x",
-        "a: [&x 1]\nb: [*x]",
-        "a: |\n  b: 1",
-        "a: >\n  b: 1",
-        "a: 'b\n  c: d'",
-        'a: "b\n  c: d"',
-        "a:\n- b\n- c: 1",
-        "- a: 1",
-        "a: b\u2028c: d",
-        "a: !!str\nb: 1",
-        "%YAML 1.1\n---\na: yes",
-        "a: b # c\nd: 1",
-        "a:\n  b:\n    c: 1\nd: 0o7",
-        "null: 1\n~: 2",
-        '"a": 1\na: 2',
-        '"a\\tb": 1',
-        "a: {b: 1\nc: 2}",
-        f"a: {'x' * 3000}",
-    ],
-)
-def test_a_configuration_is_what_its_text_says_as_yaml(tmp_path: Path, text: str):
-    (tmp_path / "config.yaml").write_bytes(text.encode())
-    try:
-        said = YAML(typ="safe", pure=True).load(text)
-    except YAMLError:
-        said = None
-    assert repr(RunReader(tmp_path).config) == repr(said if isinstance(said, dict) else {})
-
-
-def test_what_another_run_has_in_its_configuration_is_not_parsed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    parsed, load = list[str](), run_reader._loaded
-    monkeypatch.setattr(run_reader, "_loaded", lambda text: parsed.append(text) or load(text))
-    for seed in (712, 713):
-        (tmp_path / "config.yaml").write_text(WRITTEN.replace("seed: 0", f"seed: {seed}"))
-        assert RunReader(tmp_path).config["seed"] == seed
-    assert parsed[-1] == "- seed: 713\n"
 
 
 def test_the_wall_time_of_a_resumed_run_includes_its_steps_since_it_ended(folder: Path, library: Library):
