@@ -90,7 +90,7 @@ async def _serve(paths: list[Path], port: int, browse: bool) -> None:
         print(f"{url}\nstop with Ctrl-C", flush=True)
         if browse:
             webbrowser.open(url)
-        # so that the first search need not wait; a daemon, so that Ctrl-C need not wait for it
+        # Index in the background for the first search; a daemon thread does not delay Ctrl-C.
         threading.Thread(target=_index, args=[library], daemon=True).start()
         with contextlib.closing(events):
             await asyncio.Event().wait()

@@ -32,7 +32,7 @@ MAX_BODY = 16 << 20
 MAX_LISTED = 10_000
 """Most tasks in one answer."""
 MOST_AHEAD = 16
-"""Most messages of a WebSocket that are received before the one in progress is answered."""
+"""Maximum number of messages of a WebSocket that are queued while one is answered."""
 _SESSION = "mcp-session-id"
 _Receive = Callable[[], Awaitable[object]]
 """Waits for the next message."""
@@ -302,7 +302,7 @@ async def _receive(socket: WebSocket) -> object:
 
 @contextlib.asynccontextmanager
 async def _listening(socket: WebSocket, leave: Callable[[], Awaitable[object]]) -> AsyncIterator[_Receive]:
-    """Yields what receives the next message. When the client leaves, also during a call, `leave` is called."""
+    """Yield a function that receives the next message; call `leave` once the client disconnects."""
     coming: asyncio.Queue[object] = asyncio.Queue(MOST_AHEAD)
 
     async def read() -> None:

@@ -31,7 +31,7 @@ class Sessions:
     max_sessions: int = 64
     idle_s: float = 900.0
     closing: set[asyncio.Task[None]] = field(default_factory=set)
-    """What closes sessions that are no longer open."""
+    """Tasks that are closing sessions."""
     _open: dict[str, _Slot] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -67,8 +67,7 @@ class Sessions:
             slot.attached, slot.used = False, time.monotonic()
 
     async def close(self, session_id: str) -> bool:
-        """Close a session; whether there was one. Its place is free at once, and it closes also if this is
-        cancelled."""
+        """Close a session, even if cancelled, and return whether it was open. Its place is free at once."""
         slot = self._open.pop(session_id, None)
         if slot is not None:
             await asyncio.shield(self._close(slot.session))

@@ -208,7 +208,7 @@ async def serving(
         await asyncio.wait({task}, timeout=SHUTDOWN_S)
         if task.done():
             task.result()
-        else:  # answers are still in progress; those that are cut off say so to their clients
+        else:  # cut off answers that are still in progress; they report it to their clients
             rest = {task, *server.server_state.tasks}
             for one in rest:
                 one.cancel()

@@ -84,7 +84,7 @@ class Events:
         self._wake()
 
     def close(self) -> None:
-        """Answer all waiting requests, and let no other one wait."""
+        """Answer all waiting requests; later ones do not wait."""
         self.closed = True
         self._wake()
 
@@ -319,7 +319,7 @@ def create_view(
     """The application; without `preferences`, what a user chooses is kept until it ends.
 
     Args:
-        events: to be closed before the server stops, so that it need not wait for the requests that wait for them.
+        events: close them before the server stops, to answer the requests that wait for events.
     """
     page = Page(library, preferences or Preferences(), events or Events(library))
     return Guard(Starlette(routes=page.routes()), token, hosts)

@@ -1,4 +1,4 @@
-"""Takes part in broadcasts of weights as a server does, in a process of its own; see test_lying_servers.py."""
+"""A separate process that receives broadcast weights like a server; used by test_lying_servers.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def serve(pipe: Connection) -> None:
             elif what == "leave":
                 dist.destroy_process_group(group)
                 group = None
-        except Exception as e:  # whatever it is, the test is told of it
+        except Exception as e:  # the test gets any error as text
             pipe.send(str(e))
         else:
             pipe.send(True)

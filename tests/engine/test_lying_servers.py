@@ -303,7 +303,7 @@ class Receiver:
 async def test_a_server_that_is_lost_to_a_broadcast_leaves_the_others_with_all_weights_at_once(
     place: int, fault: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those who wait for the rest of it are told, and get everything without that server."""
+    """The remaining servers stop waiting, and receive all weights in a new broadcast."""
     monkeypatch.setattr(weight_sync, "JOIN_S", 20.0)
     monkeypatch.setattr(weight_sync, "LEAVE_S", 10.0)
     receivers = [Receiver(n, **(fault if n == place else {})) for n in range(3)]

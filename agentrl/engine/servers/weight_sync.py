@@ -31,9 +31,9 @@ from agentrl.run_folder.files import share_weights
 
 Failures = dict[InferenceServer, EngineError]
 JOIN_S = 120.0
-"""How long all servers may take to come to a process group: those who are there wait for one that died."""
+"""Time limit for forming a process group: if a server dies meanwhile, the others wait for it."""
 LEAVE_S = 30.0
-"""How long servers may take to notice that a broadcast has broken off: gloo leaves one waiting at times."""
+"""Time limit for answering after a broadcast has failed: gloo does not always notice a closed connection."""
 
 
 class WeightSync(Protocol):
@@ -231,7 +231,7 @@ class BroadcastSync:
             if not broken:
                 break
             await self._dissolve({s for s, e in broken.items() if isinstance(e, ServerLost) and e.status is None})
-            # Servers that refuse the rest after one is lost are still there, and get everything again.
+            # Servers that refuse the rest after another one is lost still respond: they receive all weights again.
             own = {server: e for server, e in broken.items() if not isinstance(e, _Collateral)}
             lost = {server: e for server, e in own.items() if not isinstance(e, ServerRefused)}
             failures |= lost or own or broken
@@ -253,7 +253,7 @@ class BroadcastSync:
                 self._broken_off.set()
                 collateral = refused and isinstance(e, ServerRefused)
                 refused = refused or isinstance(e, ServerRefused)
-                if e.status is not None:  # gloo passes tensors on from server to server: others wait for this one
+                if e.status is not None:  # gloo forwards tensors from server to server: others wait for this one
                     with contextlib.suppress(EngineError):
                         await server.leave(self._name)
                 if collateral:
@@ -331,7 +331,7 @@ class BroadcastSync:
         return failures
 
     async def _dissolve(self, gone: Collection[InferenceServer] = ()) -> None:
-        """End the group for all members but those who are gone."""
+        """Let all members leave the group, except servers that no longer respond (`gone`)."""
         members, name = [server for server in self._members if server not in gone], self._name
         self._members = ()
         if members:
