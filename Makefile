@@ -35,6 +35,10 @@ fix: $(VENV)/.dev  ## format, and fix what ruff can
 docs: $(VENV)/.docs  ## the documentation site, into build/site; broken links are errors
 	$(BIN)/python scripts/docs-site
 
+# Programs that tests start import for seconds; with Python's thresholds they would look for garbage all the while.
+RARELY_IN_TESTS := import atexit, gc, os; "PYTEST_VERSION" in os.environ \
+	and (gc.set_threshold(30_000, 20, 10), atexit.register(gc.freeze), atexit.register(gc.collect))
+
 $(VENV)/.train: pyproject.toml constraints.txt
 	test -x $(BIN)/python || { $(PYTHON) -m venv $(VENV) && { $(BIN)/python $(NEWEST_PIP); }; }
 	$(PIP) -e '.[train]'
@@ -45,6 +49,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	$(PIP) -e '.[train,docker,hf,lora,mcp,mlflow,openenv,parquet,ray,reasoning-gym,serve,tensorboard,textarena,wandb,dev]'
 	@# They pin older versions of packages that other extras need, and gem-llm declares Python up to 3.12.0.
 	$(PIP) --no-deps --ignore-requires-python gem-llm==0.1.0 bfcl-eval==2026.3.23
+	echo '$(RARELY_IN_TESTS)' >$$(echo $(VENV)/lib/python3*/site-packages)/collect_rarely.pth
 	touch $@ $(VENV)/.train
 
 # Installs into the other environments, which need no pip for it.

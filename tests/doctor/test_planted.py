@@ -31,6 +31,14 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cold_start(tmp_path_factory.mktemp("cold") / "run")
 
 
+@pytest.fixture(autouse=True)
+def examined_in_the_run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the faults of `LIVE` need the separate process in which a run of this size is examined meanwhile."""
+    fault = getattr(request.node, "callspec", None)
+    if fault is not None and next(iter(fault.params.values())).title not in LIVE:
+        monkeypatch.setattr("agentrl.trainer.examiner.FEW_EPISODES", 1_000)
+
+
 def test_the_list_is_complete():
     assert {fault.number for fault in FAULTS} == set(range(1, 25))
 
