@@ -212,14 +212,13 @@ class _Worker:
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[_Job | _Clean | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name=f"agentrl-tool-{next(_numbers)}", daemon=True)
-        self.used = False
+        self._used = False  # the thread may hold thread-local variables of an episode that is over
         self.renew()
         self._job: _Job | None = None  # the current job; changes under the lock
         self._lock = threading.Lock()
 
     def renew(self) -> None:
         """Adopt the caller's context variables for the next episode; the thread must be idle."""
-        self.clean()
         self._context = contextvars.copy_context()
         self._context.run(current.set, None)
 
@@ -232,15 +231,14 @@ class _Worker:
         with _lock:
             kept = len(_idle) < MAX_IDLE
             if kept:
-                self._context, self.used = contextvars.Context(), True
+                self._context, self._used = contextvars.Context(), True
                 _idle.append(self)
         if not kept:
             self.end()
 
     def clean(self) -> None:
-        """Let the thread drop thread-local variables of an episode."""
-        if self.used:
-            self.used = False
+        """Let the thread drop what its last episode left now, not only before its next job."""
+        if self._used:
             self.queue.put(_Clean())
 
     def tell(self, job: _Job) -> None:
@@ -253,9 +251,10 @@ class _Worker:
     def _work(self) -> None:
         try:
             while (job := self.queue.get()) is not None:
-                if isinstance(job, _Clean):
+                if self._used:
+                    self._used = False
                     _forget_locals()
-                else:
+                if isinstance(job, _Job):
                     self._perform(job)
                     mailbox_of(job.loop).post(job)
                 job = None  # an idle thread must not keep an env alive
@@ -288,7 +287,7 @@ class _Worker:
 
 
 class _Clean:
-    """Tells a worker to forget its episode."""
+    """Wakes a worker to forget its episode."""
 
 
 class _Mailbox:
