@@ -425,18 +425,25 @@ def summary_text(summary: Summary, *, again: str, columns: int = 100) -> Text:
         ("wall time", duration(summary.wall_seconds), ", ".join(phases), ""),
         ("episodes", f"{summary.episodes:,}", f"{summary.sampled_tokens:,} tokens in {steps}", ""),
     ]
-    for name, count, remark in (
-        ("malformed", summary.malformed, "wrote a call that could not be read, or was invalid"),
-        ("limits", summary.limits, "cut by a limit: turns, tokens, calls, context, time"),
-        ("infra failures", summary.infra_failures, _why_lost(summary)),
+    scored = summary.scored or summary.episodes
+    for name, count, of, remark in (
+        ("malformed", summary.malformed, scored, "wrote a call that could not be read, or was invalid"),
+        ("limits", summary.limits, scored, "cut by a limit: turns, tokens, calls, context, time"),
+        ("infra failures", summary.infra_failures, summary.episodes, _why_lost(summary)),
         *[
-            ("sandbox broken", summary.sandbox_broken, f"by the policy; most on {_counts(worst)}")
+            (
+                "sandbox broken",
+                summary.sandbox_broken,
+                summary.episodes,
+                f"by the policy; most on {_counts(worst)}",
+            )
             for worst in [dict(list(summary.sandbox_broken_tasks.items())[:2])]
             if worst
         ],
-        *[("faults", sum(summary.faults.values()), _counts(summary.faults)) for _ in summary.faults][:1],
+        # one episode may have several faults, so they are no share of the episodes
+        *[("faults", sum(summary.faults.values()), 0, _counts(summary.faults)) for _ in summary.faults][:1],
     ):
-        share = f"{count:,} ({count / max(summary.episodes, 1):.1%})".replace("%", " %") if count else "0"
+        share = f"{count:,} ({percent(count / of)})" if count and of else f"{count:,}"
         rows.append((name, share, remark, "yellow" if count else ""))
     rows.append(("run folder", run, "", ""))
 

@@ -133,7 +133,11 @@ METRICS: tuple[MetricDoc, ...] = (
             "`agentrl eval`: estimated chance that at least one of k attempts solves a task.",
         ),
         ("pass^{k}", "fraction", "`agentrl eval`: estimated chance that all of k attempts solve a task."),
-        ("lost", "episodes", "`agentrl eval`: episodes without a score, because the infrastructure kept failing."),
+        (
+            "lost",
+            "tasks",
+            "`agentrl eval`: tasks that could not be played, because the infrastructure kept failing.",
+        ),
         ("prompt_tokens", "tokens", "`agentrl eval`: tokens in all prompts."),
     ),
     *_docs(
@@ -253,14 +257,18 @@ METRICS: tuple[MetricDoc, ...] = (
         "episodes",
         ("episodes", "episodes", "Episodes played for the step: scored, set aside, greedy and failed ones."),
         ("*turns", "turns", "Mean number of turns of a scored episode."),
-        ("*limits", "episodes", "Episodes cut by a limit on turns, tokens, calls, context or time."),
+        ("*limits", "episodes", "Scored episodes cut by a limit on turns, tokens, calls, context or time."),
         ("*infra_failures", "episodes", "Episodes lost to infrastructure failures; they do not train."),
         ("stop/{reason}", "episodes", "Scored episodes that ended for this reason."),
         ("redrawn/{reason}", "episodes", "Failed episodes that were replayed, by error class."),
     ),
     *_docs(
         "tools",
-        ("*malformed", "episodes", "Episodes with at least one call that could not be parsed or validated."),
+        (
+            "*malformed",
+            "episodes",
+            "Scored episodes with at least one call that could not be parsed or validated.",
+        ),
         ("*env/parse_error", "calls", "Calls that could not be parsed."),
         ("env/unknown_tool", "calls", "Calls of a tool that does not exist."),
         ("env/invalid_args", "calls", "Calls whose arguments do not match the tool's schema."),

@@ -38,12 +38,14 @@ class Summary:
     """Time from start to end; for a process that was killed, the time of the steps that it had logged."""
     episodes: int = 0
     """Training episodes played."""
+    scored: int = 0
+    """Those that count in the step's means: not set aside, greedy or failed. Where 0, it was not recorded."""
     sampled_tokens: int = 0
     """Tokens sampled in them."""
     malformed: int = 0
-    """Training episodes in which the policy wrote at least one call that could not be parsed or validated."""
+    """Scored episodes in which the policy wrote at least one call that could not be parsed or validated."""
     limits: int = 0
-    """Training episodes that were cut by a limit (turns, tokens, calls, context, time)."""
+    """Scored episodes that were cut by a limit (turns, tokens, calls, context, time)."""
     infra_failures: int = 0
     """Training episodes that failed in the infrastructure; none of them trained."""
     env: str = ""
@@ -63,7 +65,7 @@ class Summary:
     sandbox_broken_tasks: Mapping[str, int] = field(default_factory=dict)
     """The same for the 20 tasks with most of them."""
     faults: Mapping[str, int] = field(default_factory=dict)
-    """Training episodes in which a reward, by its name, or the env itself (`step`) raised; such a reward is 0."""
+    """Scored episodes in which a reward, by its name, or the env itself (`step`) raised; such a reward is 0."""
     finished: bool = True
     """False when the run was asked to stop before its last step."""
 

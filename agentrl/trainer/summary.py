@@ -39,6 +39,7 @@ def summarize(store: RunStore, config: RunConfig, wall_seconds: float) -> Summar
         train_seconds=sum(line.get("seconds") or 0.0 for line in steps if line["step"] > forked_after),
         wall_seconds=wall_seconds,
         episodes=total("episodes"),
+        scored=sum(total(name) for name in {name for line in steps for name in line if name.startswith("stop/")}),
         sampled_tokens=total("sampled_tokens"),
         malformed=total("malformed"),
         limits=total("limits"),

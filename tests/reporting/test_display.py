@@ -198,6 +198,20 @@ def test_the_summary_names_every_failure(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "agentrl eval" not in without
 
 
+def test_shares_in_the_summary_are_of_the_episodes_that_were_looked_at():
+    counts = {"malformed": 8, "limits": 20, "infra_failures": 5, "faults": {"good": 20, "size": 20}}
+    text = summary_text(Summary(run="r", steps=2, episodes=50, scored=20, **counts), again="x").plain
+    found = {
+        line[:16].strip(): line[16:].split("  ")[1].strip() for line in text.splitlines() if line[16:].strip()
+    }
+    assert found["malformed"] == "8 (40.0 %)"
+    assert found["limits"] == "20 (100.0 %)"
+    assert found["infra failures"] == "5 (10.0 %)"
+    assert found["faults"] == "40"  # two in each episode: as a share it would be 200 %
+    earlier = summary_text(Summary(run="r", steps=2, episodes=50, malformed=8), again="x").plain
+    assert "8 (16.0 %)" in earlier  # what is recorded does not say how many were scored
+
+
 def test_the_summary_says_why_episodes_were_lost_and_what_the_doctor_is_sure_of():
     summary = Summary(
         run="runs/shop", steps=9, held_out_after=0.5, episodes=640, infra_failures=3, redrawn={"InfraError": 3},

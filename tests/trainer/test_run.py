@@ -413,8 +413,9 @@ def test_ahead_of_the_learner_no_token_is_older_than_allowed_and_no_group_is_los
 def test_groups_that_were_put_aside_are_on_disk_and_counted(tmp_path: Path):
     config = buttons(tmp_path)
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"refill_zero_signal": 3})})
-    _, lines = run(config.model_copy(update={"steps": 2}), tmp_path / "run")
+    summary, lines = run(config.model_copy(update={"steps": 2}), tmp_path / "run")
     assert sum(line["refilled_groups"] for line in lines[1:]) > 0
+    assert summary.scored == 2 * 16 < summary.episodes
     for line in lines[1:]:
         records = read_records(tmp_path / "run", int(line["step"]))
         aside = [r for r in records if r.set_aside]
