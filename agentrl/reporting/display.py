@@ -160,6 +160,11 @@ def update_metrics(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     return [(name.replace("_", " "), f"{metrics[name]:.3g}") for name in SHOWN if name in metrics]
 
 
+def late_text(step: int, metrics: Mapping[str, float]) -> str:
+    """The result of an evaluation that ended after its step."""
+    return f"evaluation after step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+
+
 LINE_EVERY_S = 5.0
 """Units other than training steps, such as those of a warmup, get a line at most this often."""
 QUIET_S = 30.0
@@ -244,6 +249,10 @@ class PlainDisplay(Display):
             parts.append(f"{duration(left)} left")
         return "  ".join(parts)
 
+    def late(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the result on its own line."""
+        self._line(late_text(step, metrics))
+
     def note(self, text: str) -> None:
         """Write the note on its own line, the first time."""
         if self._notes.add(text):
@@ -319,6 +328,11 @@ class LiveDisplay(Display):
     def step(self, metrics: Mapping[str, float]) -> None:
         """Move the bar and show the metrics."""
         self.progress.advance(metrics)
+
+    def late(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Scroll the result past above the screen, which shows the newest."""
+        self.progress.held_out = metrics.get("held_out", self.progress.held_out)
+        self._print(Text(visible(late_text(step, metrics))))
 
     def note(self, text: str) -> None:
         """Scroll the note past above the screen, the first time; then its count is on the screen."""

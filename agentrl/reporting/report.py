@@ -103,6 +103,9 @@ class Reporter(Protocol):
     def step(self, metrics: Mapping[str, float]) -> None:
         """One unit of the phase is done."""
 
+    def late(self, step: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation in the background has ended, after the step that it belongs to."""
+
     def note(self, text: str) -> None:
         """Something the user should read now: a warning, a checkpoint, a resume."""
 
@@ -120,6 +123,9 @@ class Silent:
         """Nothing."""
 
     def step(self, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def late(self, step: int, metrics: Mapping[str, float]) -> None:
         """Nothing."""
 
     def note(self, text: str) -> None:

@@ -396,8 +396,7 @@ def _late(setting: _Setting, step: int, metrics: Mapping[str, float]) -> None:
     """Log the metrics of an evaluation that ended after its step."""
     setting.store.add_metrics(step, metrics)
     setting.loggers.metrics(step, metrics)
-    said = ", ".join(f"{name} {value:.3f}" for name, value in metrics.items())
-    setting.reporter.note(f"evaluation after step {step}: {said}")
+    setting.reporter.late(step, metrics)
     keep, best = setting.config.checkpoint.keep, setting.config.checkpoint.best
     setting.disk_thread.submit(setting.store.tidy_checkpoints, keep, best=best)
 

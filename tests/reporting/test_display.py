@@ -279,6 +279,24 @@ def test_a_repeated_note_is_one_line_with_its_count():
     assert written(screen).count("step 7: nothing") == 0
 
 
+def test_every_late_result_is_shown():
+    out = console(terminal=False)
+    with PlainDisplay(out, again="", clock=Clock()) as display:
+        display.late(2, {"held_out": 0.25, "held_out_reward": 0.5})
+        display.late(4, {"held_out": 0.75, "held_out_reward": 0.5})
+    assert written(out).splitlines() == [
+        "evaluation after step 2: held_out 0.250, held_out_reward 0.500",
+        "evaluation after step 4: held_out 0.750, held_out_reward 0.500",
+    ]
+    with LiveDisplay("r", console(terminal=True), again="", clock=Clock()) as live:
+        live.phase("train", 5)
+        live.step({"solved": 0.5, "held_out": 0.125})
+        live.late(4, {"held_out": 0.75})
+        shown = console(terminal=False)
+        shown.print(live.screen(100))
+    assert "75.0 %" in written(shown)
+
+
 def test_a_long_wait_says_what_is_being_done():
     out, clock = console(terminal=False), Clock()
     display = PlainDisplay(out, again="", clock=clock)

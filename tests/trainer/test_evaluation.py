@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from agentrl.config.run import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError
+from agentrl.reporting.display import PlainDisplay
 from agentrl.reporting.report import Silent
 from agentrl.rollout.content import load_content
 from agentrl.run_folder.records import read_metrics
@@ -76,7 +79,10 @@ def test_an_evaluation_in_the_background_measures_the_weights_of_its_step(tmp_pa
     waiting = settings(eval=sampled)
     beside = settings(eval=sampled | {"background": True})
     assert run(waiting, tmp_path / "waiting").finished
-    assert run(beside, tmp_path / "beside").finished
+    said = io.StringIO()
+    with PlainDisplay(Console(file=said, width=100), again="") as display:
+        assert run(beside, tmp_path / "beside", display).finished
+    assert [f"evaluation after step {step}: held_out" in said.getvalue() for step in range(1, 5)] == [True] * 4
     assert any(line.get("late") for line in raw(tmp_path / "beside"))
     one, other = read_metrics(tmp_path / "waiting"), read_metrics(tmp_path / "beside")
     assert [line["step"] for line in other] == [0, 1, 2, 3, 4]
