@@ -26,6 +26,7 @@ from agentrl.clean import clean_message, clean_text
 from agentrl.env.env import Env, StepInfo
 from agentrl.env.tasks import with_own_row
 from agentrl.env.toolenv.asked import asking
+from agentrl.env.toolenv.calls import is_recorded
 from agentrl.env.toolenv.dispatch import no_exit, wrapping_exits
 from agentrl.env.toolenv.json_schema import shorten
 from agentrl.env.toolenv.observe import error_text
@@ -376,6 +377,10 @@ async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -
     if bad:
         said = f"{type(env).__name__}.step returned the {' and the '.join(bad[:2])}"
         episode.faults["step"] = f"{said}: not a finite number, at most {LARGEST:g}"
+    for name in filter(is_recorded, list(metrics)):
+        del metrics[name]
+        said = f"{type(env).__name__}.step returned the metric {shorten(name)}"
+        episode.faults["step"] = f"{said}: agentrl records those; use another name"
     episode.turns[-1] = replace(
         turn,
         observation=tuple(observed),

@@ -89,7 +89,11 @@ async def test_a_value_that_its_type_does_not_take_is_a_mistake_of_the_policy():
 
 
 @pytest.mark.parametrize(
-    "metrics", [{"m": None}, {"m": "x"}, {"m": math.nan}, {3: 1}, 5, {"invalid_args": 5}, {"reward/right": 1.0}]
+    "metrics",
+    [
+        *({"m": None}, {"m": "x"}, {"m": math.nan}, {3: 1}, 5, {"invalid_args": 5}, {"reward/right": 1.0}),
+        *({"tokens/failed": 1.0}, {"usage/prompt_tokens": 90}, {"agent/crashed": 1}, {"sandbox_broken": 1}),
+    ],
 )
 async def test_metrics_that_are_none_are_faults(metrics):
     class Tells(ToolEnv):

@@ -314,6 +314,19 @@ async def test_any_finite_number_is_a_reward(renderer: Renderer, value: Any):
     assert kinds == {float}
 
 
+async def test_an_env_adds_nothing_to_what_agentrl_records(renderer: Renderer):
+    class Odd(Plain):
+        async def step(self, message: Message) -> tuple[Sequence[Message], float, bool, bool, StepInfo]:
+            await super().step(message)
+            given = {"counted": 2.0, "parse_error": 1.0, "tokens/failed": 1.0, "compact/times": 3.0}
+            return [], 1.0, True, False, StepInfo(metrics=given)
+
+    (episode,) = (await GroupPlayer(player(renderer, Odd), 1, 0).play(Task("t"), "s", 0)).episodes
+    assert (episode.metrics["counted"], episode.metrics["parse_error"]) == (2.0, 1.0)
+    assert not {"tokens/failed", "compact/times"} & episode.metrics.keys()
+    assert "step returned the metric 'compact/times': agentrl records those" in episode.faults["step"]
+
+
 @pytest.mark.parametrize("then", ["goes on", "raises"])
 @pytest.mark.parametrize("method", ["step", "score", "score_group"])
 async def test_an_env_that_catches_its_cancellation_gains_no_time(renderer: Renderer, method: str, then: str):

@@ -156,6 +156,11 @@ OWN_METRICS = frozenset({*MISTAKES, "images_left_out", "stuck_calls"})
 """Metrics that an env's own must not be named like; neither may they begin with `reward/`."""
 
 
+def is_recorded(name: str) -> bool:
+    """Whether agentrl itself records metrics of this name about an episode: no env may add to them."""
+    return name == "sandbox_broken" or name.startswith(("agent/", "compact/", "tokens/", "usage/"))
+
+
 def checked_metrics(given: object, of: str, faults: dict[str, str]) -> dict[str, float]:
     """Metrics that a tool or `respond` returned. What is not a finite number, or has another's name, is a fault.
 
@@ -168,7 +173,7 @@ def checked_metrics(given: object, of: str, faults: dict[str, str]) -> dict[str,
         return {}
     found: dict[str, float] = {}
     for name, value in given.items():
-        if not isinstance(name, str) or name in OWN_METRICS or name.startswith("reward/"):
+        if not isinstance(name, str) or name in OWN_METRICS or name.startswith("reward/") or is_recorded(name):
             faults[of] = f"metrics of {of!r}: {shorten(name)} cannot be the name of a metric; use other text"
             continue
         try:
