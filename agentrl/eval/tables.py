@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from rich.text import Text
@@ -20,7 +21,7 @@ def result_text(result: EvalResult) -> Text:
     """Results with confidence intervals, counts of problems, cost, and the folder."""
     spec, estimates = result.spec, result.estimates
     tasks = result.episodes // spec.attempts
-    what = f"{tasks} {spec.split.replace('_', '-')} tasks"
+    what = f"{tasks} {spec.split.replace('_', '-')} task{'' if tasks == 1 else 's'}"
     what += f", {spec.attempts} attempts each" if spec.attempts > 1 else ""
     if (solved := estimates.get("solved")) is not None:
         rows = [
@@ -31,6 +32,13 @@ def result_text(result: EvalResult) -> Text:
         rows = [row for row in rows if row[1]]
     else:
         rows = [("played", what), ("solved", NOT_DECLARED)]
+    if result.lost:
+        those = (
+            "1 task that could not be played; it enters"
+            if result.lost == 1
+            else (f"{result.lost} tasks that could not be played; they enter")
+        )
+        rows.append(("lost", f"{those} no number"))
     rows += [(name, _share(value)) for name, value in estimates.items() if name.startswith("pass")]
     rewards = {name: value for name, value in estimates.items() if name.startswith("reward/")}
     if "reward" in estimates:
@@ -52,10 +60,8 @@ def result_text(result: EvalResult) -> Text:
         ("latency", f"{_spread(result.turn_seconds)} a turn, {_spread(result.episode_seconds)} an episode"),
         ("time", duration(result.seconds)),
     ]
-    if result.lost:
-        rows.insert(2, ("lost", f"{result.lost} tasks that could not be played; they enter no number"))
     if result.cost is not None:
-        rows.append(("cost", f"${result.cost:,.4f}"))
+        rows.append(("cost", _dollars(result.cost)))
     rows += [("policy", spec.policy), ("folder", result.folder)]
     return _rows(rows)
 
@@ -115,6 +121,12 @@ def _number(value: Estimate) -> str:
 def _plain(value: float) -> str:
     """Three decimals, or three digits of a number that they would not show."""
     return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1e6 else f"{value:.3g}"
+
+
+def _dollars(value: float) -> str:
+    """Four decimals, or two digits of an amount that they would not show."""
+    decimals = 4 if value >= 0.001 or value == 0 else 1 - math.floor(math.log10(value))
+    return f"${value:,.{decimals}f}"
 
 
 def _spread(values: tuple[float, float, float]) -> str:

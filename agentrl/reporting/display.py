@@ -133,9 +133,19 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+NONE = 1e-9
+"""Fractions below this are 0 but for rounding."""
+
+
 def percent(fraction: float | None) -> str:
-    """`96.5 %`, or a dash for what was not measured."""
-    return "–" if fraction is None else f"{fraction:.1%}".replace("%", " %")
+    """`96.5 %`, or a dash for what was not measured; 0.0 % is none and 100.0 % is all."""
+    if fraction is None:
+        return "–"
+    if NONE < fraction < 0.0005:
+        return "< 0.1 %"
+    if 0.9995 <= fraction < 1 - NONE:
+        return "> 99.9 %"
+    return f"{fraction:.1%}".replace("%", " %")
 
 
 def sparkline(values: list[float], width: int) -> str:

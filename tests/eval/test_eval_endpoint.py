@@ -143,6 +143,9 @@ class TestTrouble:
             result = play(server, tmp_path / "e")
             assert (result.lost, result.episodes) == (1, 5)
             assert result.estimates["solved"].mean == 1.0, "a lost task is no failed one"
+            text = result_text(result).plain.splitlines()
+            assert text[2].split() == ["that", "is:", "solved", "(@reward(solved=...))"]
+            assert text[3].split()[:3] == ["lost", "1", "task"]
             asked = len(server.requests)
             server.trouble = lambda number: None
             again = play(server, tmp_path / "e")
@@ -303,6 +306,8 @@ def test_a_bound_that_is_reached_but_for_rounding_is_reached(tmp_path: Path):
     assert single["reward"].mean < 0.7
     assert check_minimum(replace(found, estimates=single), {"reward": 0.7}) == []
     assert check_minimum(found, {"solved": 0.6001}) == ["solved is 0.6, below 0.6001"]
+    single = {"reward": estimate([0.59997])}
+    assert check_minimum(replace(found, estimates=single), {"reward": 0.6}) == ["reward is 0.59997, below 0.6"]
 
 
 @pytest.mark.parametrize(
@@ -313,6 +318,15 @@ def test_rewards_of_any_size_can_be_read(tmp_path: Path, value: float, shown: st
         result = play(server, tmp_path / "e", tasks=1)
     text = result_text(replace(result, estimates={"reward": Estimate(value, value, value)})).plain
     assert f"{shown}  ({shown} to {shown})" in text
+
+
+def test_what_is_small_or_almost_all_is_not_shown_as_nothing_or_all(tmp_path: Path):
+    with serving(Server(solve)) as server:
+        result = play(server, tmp_path / "e", tasks=1, prices=Prices(0.01, 0.01, 0.01))
+    text = result_text(replace(result, estimates={"solved": Estimate(0.9996, 0.0002, 1.0)})).plain
+    assert "> 99.9 % of 1 held-out task\n" in text
+    assert "between < 0.1 % and 100.0 %" in text
+    assert "$0.0000022\n" in text
 
 
 def test_the_name_of_a_reward_never_runs_into_its_value(tmp_path: Path):

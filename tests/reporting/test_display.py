@@ -25,6 +25,7 @@ from agentrl.reporting.display import (
     Progress,
     duration,
     make_display,
+    percent,
     sparkline,
     summary_text,
 )
@@ -226,6 +227,9 @@ def test_the_summary_says_why_episodes_were_lost_and_what_the_doctor_is_sure_of(
 
 
 def test_small_words():
+    shares = (None, 0.0, 0.0002, 0.0005, 0.5, 0.9994, 0.9996, 1 - 1e-12, 1.0)
+    wanted = "–|0.0 %|< 0.1 %|0.1 %|50.0 %|99.9 %|> 99.9 %|100.0 %|100.0 %"
+    assert "|".join(map(percent, shares)) == wanted
     assert [duration(s) for s in (0, 7.4, 754, 11109)] == ["0:00", "0:07", "12:34", "3:05:09"]
     assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"
     assert sparkline([0.0, 1.0] * 48, 4) == "▅▅▅▅"
