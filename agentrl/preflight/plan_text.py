@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentrl.preflight.estimate import Phase, Plan, size
+from agentrl.preflight.estimate import Arithmetic, Phase, Plan, size
 from agentrl.preflight.machines import Machine
 from agentrl.preflight.predict import DECODE_SHARE, FILLED, HOST, LINK_SHARE, MFU, SMALL_MFU, Prediction
 
@@ -16,10 +16,11 @@ def lines(plan: Plan) -> Sequence[str]:
     out = [
         f"model       {shape.kind}, {shape.parameters:,} parameters, {shape.layers} blocks, "
         f"context {shape.max_context:,}",
-        f"step        {batch.tasks} tasks x {batch.episodes // batch.tasks} = {batch.episodes:,} episodes, "
+        f"step        {_episodes(batch)}, "
         f"in {batch.updates} update{'s' * (batch.updates > 1)} of {batch.episodes_per_update:g}",
         f"tokens      at most {batch.tokens:,} per step, {batch.sampled_tokens:,} of them sampled; "
-        f"{batch.micro_batches_per_rank:,} micro-batches per update and rank",
+        f"{batch.micro_batches_per_rank:,} micro-batch{'es' * (batch.micro_batches_per_rank > 1)} "
+        "per update and rank",
         f"run         {batch.steps:,} steps, {batch.episodes_in_all:,} episodes{rows}",
         *[f"{'placement' if n == 0 else '':<11} {line}" for n, line in enumerate(plan.placement)],
     ]
@@ -39,6 +40,14 @@ def lines(plan: Plan) -> Sequence[str]:
         out += _predicted(plan.machine, plan.prediction)
         out.append(f"            saves most: {_saves_most(plan, plan.prediction)}")
     return out
+
+
+def _episodes(batch: Arithmetic) -> str:
+    """The episodes of a step; an average, if envs have groups of unlike size."""
+    group, rest = divmod(batch.episodes, batch.tasks)
+    if rest:
+        return f"{batch.tasks} tasks, {batch.episodes:,} episodes on average"
+    return f"{batch.tasks} tasks x {group} = {batch.episodes:,} episodes"
 
 
 def _saves_most(plan: Plan, found: Prediction) -> str:

@@ -417,6 +417,17 @@ def test_the_command_says_it_all_and_fails_where_the_run_would(tmp_path: Path):
     assert CliRunner().invoke(app, ["plan", str(yaml)]).exit_code == 0
 
 
+def test_groups_of_unlike_size_are_not_multiplied(tmp_path: Path):
+    yaml = tmp_path / "tools.yaml"
+    use = "use: agentrl.envs.calculator:Calculator"
+    yaml.write_text(
+        f"envs:\n  a: {{{use}, share: 2}}\n  b: {{{use}, rollout: {{group_size: 3}}}}\n"
+        "model: {tiny: {}}\nrollout: {groups_per_step: 6, group_size: 4}\nalgorithm: {kl: {coef: 0}}\n"
+    )
+    done = CliRunner().invoke(app, ["plan", str(yaml)])
+    assert "\nstep        6 tasks, 22 episodes on average, in 1 update of 22\n" in done.output
+
+
 def test_a_model_that_is_none_is_one_error(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         ModelShape.of_directory(tmp_path)
