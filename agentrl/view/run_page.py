@@ -259,7 +259,7 @@ def _tasks(readers: Sequence[RunReader], cache: RecordCache) -> list[Json]:
 
 
 def _task_means(reader: RunReader, cache: RecordCache) -> dict[tuple[str, str], float]:
-    """The mean reward of each task, by its name and row."""
+    """The mean reward of each task, by its name and row, without greedy baselines."""
     rewards: dict[tuple[str, str], list[float]] = {}
     for step in reader.steps[-LAST_STEPS:]:
         try:
@@ -267,6 +267,8 @@ def _task_means(reader: RunReader, cache: RecordCache) -> dict[tuple[str, str], 
         except CheckpointError:
             continue
         for record in records:
+            if record.get("baseline"):
+                continue
             try:
                 played, reward = record["episode"]["task"], record["episode"].get("reward")
                 name = f"{played['env']}: {played['id']}" if played.get("env") else str(played["id"])

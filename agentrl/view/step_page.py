@@ -341,7 +341,8 @@ def _tool(name: str, tool: _Tool) -> Json:
 
 
 def _percentile(seconds: Sequence[float], share: float) -> float | None:
-    return round(1000 * seconds[min(len(seconds) - 1, int(share * len(seconds)))], 3) if seconds else None
+    """The least of the sorted times that this share of them does not exceed, in milliseconds."""
+    return round(1000 * seconds[math.ceil(share * len(seconds)) - 1], 3) if seconds else None
 
 
 def truncated(result: str) -> bool:

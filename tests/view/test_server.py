@@ -33,7 +33,7 @@ from agentrl.run_folder.search_index import Query, cache_folder, open_index
 from agentrl.run_folder.tags import write_tags
 from agentrl.run_folder.token_records import SKIPPED, TRAINED, TokenColumns, encode_tokens, tokens_file
 from agentrl.types import Image, Message, Segment
-from agentrl.view import episode_page
+from agentrl.view import episode_page, step_page
 from agentrl.view.bundle import static_text
 from agentrl.view.export import Extent, export
 from agentrl.view.library import Library, NotFoundError
@@ -1015,6 +1015,23 @@ def test_tasks_of_several_envs_are_not_taken_for_each_other(client: TestClient, 
     assert client.get("/api/runs/calc/steps/3").json()["groups"][1]["env"] == "terms"
     tasks = client.get("/api/compare?runs=calc,other").json()["tasks"]
     assert {task["task"]: task["before"] for task in tasks} == {"sums: t0": 0.5, "terms: t0": 1.0}
+
+
+def test_greedy_baselines_do_not_count_in_the_mean_of_a_task(client: TestClient, folder: Path):
+    for run in ("calc", "other"):
+        records = [replace(record, baseline=n % 2 == 1) for n, record in enumerate(read_records(folder / run, 3))]
+        rewards = iter((0.5, 1.0) * len(records))
+        records = [replace(r, episode=replace(r.episode, reward=next(rewards))) for r in records]
+        for step in (1, 2, 3):
+            write_step(folder / run, step, records)
+    tasks = client.get("/api/compare?runs=calc,other").json()["tasks"]
+    assert tasks
+    assert {task["before"] for task in tasks} == {0.5}
+
+
+def test_half_of_the_calls_took_at_most_the_median():
+    assert [step_page._percentile([1.0, 2.0, 3.0, 9.0][:n], 0.5) for n in range(5)] == [None, 1e3, 1e3, 2e3, 2e3]
+    assert step_page._percentile([float(n) for n in range(1, 101)], 0.99) == 99_000.0
 
 
 def test_tasks_of_one_id_and_different_rows_are_not_compared(client: TestClient, folder: Path):
