@@ -13,6 +13,8 @@ RESAMPLES = 10_000
 """Bootstrap resamples."""
 FLIPS = 100_000
 """Random sign flips, where not all of them can be counted."""
+FEW = 16
+"""Of so many differing tasks at most, all sign flips are made one by one, whatever the sizes."""
 ROUNDING = 1e-9
 """Values that differ by less than this share of their size are equal: the means of the same numbers in another
 order differ by rounding."""
@@ -182,8 +184,11 @@ def _sign_flip(differences: np.ndarray) -> tuple[float, bool]:
     whole = np.rint(units)
     if np.allclose(units, whole, rtol=0.0, atol=1e-6) and whole.sum() * len(sizes) <= 50_000_000:
         return _count_flips(whole.astype(int), round(observed / float(sizes.min()))), True
-    rng = np.random.default_rng(0)
-    hits, done, least = 0, 0, observed - ROUNDING * float(sizes.sum())
+    least = observed - ROUNDING * float(sizes.sum())
+    if len(sizes) <= FEW:
+        negative = np.arange(1 << len(sizes))[:, None] >> np.arange(len(sizes)) & 1
+        return float((np.abs((1 - 2 * negative) @ sizes) >= least).mean()), True
+    rng, hits, done = np.random.default_rng(0), 0, 0
     rows = max(1, 2_000_000 // len(sizes))
     while done < FLIPS:
         signs = rng.choice((-1.0, 1.0), size=(min(rows, FLIPS - done), len(sizes)))

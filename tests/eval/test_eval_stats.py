@@ -105,6 +105,14 @@ class TestPaired:
         assert found.exact
         assert found.p == pytest.approx(p)
 
+    @pytest.mark.parametrize("differences", [[0.5, 0.75, -0.5, 0.75, -0.75], [0.31, -0.17, 0.83, 0.29, 0.11, 0.5]])
+    def test_every_flip_of_a_few_tasks_is_counted_whatever_they_differ_by(self, differences: list[float]):
+        flips = itertools.product((1, -1), repeat=len(differences))
+        sums = [abs(sum(s * d for s, d in zip(signs, differences, strict=True))) for signs in flips]
+        found = paired([0.0] * len(differences), differences)
+        assert found.exact
+        assert found.p == sum(total >= abs(sum(differences)) - 1e-9 for total in sums) / len(sums)
+
     def test_other_values_are_sampled(self):
         rng = np.random.default_rng(0)
         a = rng.normal(size=60)
