@@ -23,7 +23,7 @@ class Summary:
     steps: int
     """Steps of training done."""
     held_out_before: float | None = None
-    """Fraction of held-out tasks solved greedily before training (after the cold start, if there was one)."""
+    """Fraction of held-out episodes that are solved, before training (after the cold start, if there was one)."""
     held_out_after: float | None = None
     """The same after training."""
     held_out_reward_before: float | None = None
