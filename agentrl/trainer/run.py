@@ -139,8 +139,9 @@ async def _train_run(setting: _Setting) -> Summary:
     for line in code.changed:
         reporter.note(f"changed since the newest checkpoint: {line}")
     reporter.within("making the start policy")
+    began = time.monotonic()
     start = await make_start(config, content, store.path, reporter=reporter, stopping=setting.stopping)
-    warmup_seconds = 0.0 if config.warmup is None else time.monotonic() - started
+    warmup_seconds = 0.0 if config.warmup is None else time.monotonic() - began
     if start is not None:
         async with contextlib.AsyncExitStack() as stack:
             stack.push(StoppedEarly.ends)

@@ -7,6 +7,7 @@ import math
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from agentrl.errors import AgentRLError
 from agentrl.reporting.report import Silent, Summary
 from agentrl.rollout.build import make_engine
 from agentrl.rollout.collect import collect
+from agentrl.rollout.content import load_content
 from agentrl.run_folder.records import read_episodes, read_records
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer import step_log
@@ -407,6 +409,21 @@ def test_ahead_of_the_learner_no_token_is_older_than_allowed_and_no_group_is_los
     assert lines[4]["in_flight/episodes"] == 0
     names = [e.id for line in lines[1:] for e in read_episodes(folder, line["step"])]
     assert sorted(names) == sorted(f"s{s}/g{g}/e{e}" for s in range(1, 5) for g in range(4) for e in range(4))
+
+
+def test_reading_tasks_is_no_part_of_the_cold_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+
+    def slowly(config: RunConfig) -> Any:
+        now[0] += 1000.0
+        return load_content(config)
+
+    monkeypatch.setattr("agentrl.trainer.run.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("agentrl.trainer.run.load_content", slowly)
+    config = buttons(tmp_path)
+    brief = config.warmup.model_copy(update={"max_epochs": 1, "at_least": 0.0})
+    summary, _ = run(config.model_copy(update={"steps": 1, "warmup": brief}), tmp_path / "run")
+    assert (summary.warmup_seconds, summary.wall_seconds) == (0.0, 1000.0)
 
 
 @pytest.mark.slow
