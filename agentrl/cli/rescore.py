@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from agentrl.config import RunConfig
-    from agentrl.eval.rescore import RescoredEpisode, Rescoring
+    from agentrl.eval.rescore import RescoredEpisode, RescoredPart, Rescoring
 
 SHOWN = 10
 """Episodes with the largest differences that are printed."""
@@ -121,7 +121,7 @@ def _print(console: Console, found: Rescoring) -> None:
         changed = sum(part.changed for part in known)
         table.add_row(
             name,
-            _mean([part.recorded for part in known or parts]),  # the same episodes as in the next column
+            _mean(_recorded(known or parts)),  # the same episodes as in the next column
             _mean([part.rescored for part in known]),
             f"{changed:,}",
             f"{len(known):,} of {len(parts):,}",
@@ -183,6 +183,12 @@ def _counted(reasons: Sequence[str]) -> list[tuple[str, int]]:
 
 def _changed(episode: RescoredEpisode) -> bool:
     return any(part.changed for part in episode.parts.values())
+
+
+def _recorded(parts: Sequence[RescoredPart]) -> list[float | None]:
+    """The recorded values; 0 where an episode lacks a part that others have, as in the run's metrics."""
+    missing = None if all(part.recorded is None for part in parts) else 0.0
+    return [missing if part.recorded is None else part.recorded for part in parts]
 
 
 def _mean(values: Sequence[float | None]) -> str:

@@ -278,6 +278,20 @@ def test_the_table_compares_the_same_episodes_before_and_after(capsys: pytest.Ca
     assert ["1", "0.375", "0.35", "50%", "50%", "1"] in lines
 
 
+def test_a_part_that_an_episode_lacked_counts_as_0_in_the_mean(capsys: pytest.CaptureFixture[str]):
+    def episode(number: int, **parts: RescoredPart) -> RescoredEpisode:
+        total = sum(part.recorded or 0.0 for part in parts.values()), sum(part.value for part in parts.values())
+        return RescoredEpisode(1, number, f"e{number}", "t", "", *total, None, None, parts, "")
+
+    earned, gained = RescoredPart(1.0, 1.0), RescoredPart(None, 1.0)
+    print_rescoring(
+        Console(width=100), Rescoring([episode(0, bonus=earned), episode(1, bonus=gained, new=gained)], {})
+    )
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["bonus", "0.5", "1", "1", "2", "of", "2"] in lines
+    assert ["new", "1", "1", "1", "of", "1"] in lines  # the run did not have it at all
+
+
 def test_the_penalty_of_cut_episodes_is_that_of_the_step():
     run = make_run()
     config = load_config(run / "config.yaml", check_paths=False)
