@@ -120,7 +120,7 @@ def _lost(run: Path) -> None:
     from agentrl.clean import visible
     from agentrl.run_folder.redraws import Redraws, read_redraws
 
-    found = sum(read_redraws(run).values(), Redraws())
+    found = Redraws.together(read_redraws(run).values())
     print(
         f"episodes        {found.episodes:,} played, {found.redrawn:,} lost to the infrastructure and played again"
     )

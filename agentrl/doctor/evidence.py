@@ -293,7 +293,7 @@ class Evidence:
     @cached_property
     def redraws(self) -> Redraws:
         """What was lost to failures."""
-        return sum(read_redraws(self.reader.path).values(), Redraws())
+        return Redraws.together(read_redraws(self.reader.path).values())
 
     @cached_property
     def tasks(self) -> Json:

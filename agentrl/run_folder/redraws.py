@@ -81,7 +81,9 @@ class Redraws:
         reasons: redrawn episodes by the class of their error.
         acted: redrawn episodes in which the policy had acted already.
         examples: the first line of an error of each class.
-        tasks: of each task with a redrawn episode, `played` and its reasons.
+        tasks: of each task with a redrawn episode, how many by their reasons.
+        played: episodes of each task, also of those without any: if only groups that lost some counted, each of
+            these tasks would seem to lose more than all together.
         hit: mean rewards of the groups with a redrawn episode.
         clean: mean rewards of the others.
         broken: episodes that ended because the policy broke its sandbox, by task. They are scored, not redrawn.
@@ -92,6 +94,7 @@ class Redraws:
     acted: int = 0
     examples: dict[str, str] = field(default_factory=dict)
     tasks: dict[str, Counter[str]] = field(default_factory=dict)
+    played: Counter[str] = field(default_factory=Counter)
     hit: Moments = field(default_factory=Moments)
     clean: Moments = field(default_factory=Moments)
     broken: Counter[str] = field(default_factory=Counter)
@@ -105,12 +108,12 @@ class Redraws:
             mean = sum(rewards) / max(len(rewards), 1)
             (found.hit if group.failed else found.clean).add(mean)
             found.episodes += len(group.episodes) + len(group.failed)
+            found.played[task_name(group.task)] += len(group.episodes) + len(group.failed)
             broken = sum(e.stop_reason is StopReason.SANDBOX_BROKEN for e in group.episodes)
             if broken:
                 found.broken[task_name(group.task)] += broken
             if group.failed:
                 task = found.tasks.setdefault(task_name(group.task), Counter())
-                task["played"] += len(group.episodes) + len(group.failed)
                 for episode in group.failed:
                     reason = reason_of(episode.error or "")
                     task[reason] += 1
@@ -124,30 +127,40 @@ class Redraws:
         """How many episodes were played again."""
         return self.reasons.total()
 
-    def __add__(self, other: Self) -> Redraws:
-        tasks = {name: Counter(counts) for name, counts in self.tasks.items()}
+    def __iadd__(self, other: Self) -> Self:
+        """Add the groups of further steps, in place: there may be many tasks."""
+        self.episodes += other.episodes
+        self.reasons.update(other.reasons)
+        self.acted += other.acted
+        self.examples = other.examples | self.examples
         for name, counts in other.tasks.items():
-            tasks.setdefault(name, Counter()).update(counts)
-        return Redraws(
-            self.episodes + other.episodes,
-            self.reasons + other.reasons,
-            self.acted + other.acted,
-            other.examples | self.examples,
-            tasks,
-            self.hit + other.hit,
-            self.clean + other.clean,
-            self.broken + other.broken,
-        )
+            self.tasks.setdefault(name, Counter()).update(counts)
+        self.played.update(other.played)
+        self.hit += other.hit
+        self.clean += other.clean
+        self.broken.update(other.broken)
+        return self
+
+    @classmethod
+    def together(cls, parts: Iterable[Redraws]) -> Redraws:
+        """The sum of several."""
+        found = Redraws()
+        for part in parts:
+            found += part
+        return found
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> Self:
         """From what `redraws_line` wrote; raises as int() and float() do, or KeyError, elsewhere."""
+        tasks = {name: _counts(counts) for name, counts in data["tasks"].items()}
+        earlier = {name: counts.pop("played", 0) for name, counts in tasks.items()}  # of earlier versions
         return cls(
             _count(data["episodes"]),
             _counts(data["reasons"]),
             _count(data["acted"]),
             {str(name)[:_LINE]: str(text)[:_LINE] for name, text in data.get("examples", {}).items()},
-            {name: _counts(counts) for name, counts in data["tasks"].items()},
+            tasks,
+            _counts(data.get("played", earlier)),
             Moments(**{name: _finite(value) for name, value in data["hit"].items()}),
             Moments(**{name: _finite(value) for name, value in data["clean"].items()}),
             _counts(data["broken"]),
@@ -156,10 +169,8 @@ class Redraws:
     def worst_tasks(self, num: int) -> dict[str, dict[str, int]]:
         """The tasks with most redrawn episodes: their reasons with counts, and `played`."""
 
-        def lost(name: str) -> int:
-            return self.tasks[name].total() - self.tasks[name]["played"]
-
-        return {name: dict(self.tasks[name]) for name in sorted(self.tasks, key=lambda n: (-lost(n), n))[:num]}
+        worst = sorted(self.tasks, key=lambda name: (-self.tasks[name].total(), name))[:num]
+        return {name: {"played": self.played[name], **self.tasks[name]} for name in worst}
 
     def why(self) -> str:
         """The reasons with counts, and the tasks with most of them."""
@@ -226,7 +237,7 @@ def redraws_file(run: Path) -> Path:
 def redraws_line(step: int, found: Redraws) -> str:
     """A line of that file."""
     counts = {"episodes": found.episodes, "reasons": found.reasons, "acted": found.acted, "tasks": found.tasks}
-    counts |= {"examples": found.examples, "broken": found.broken}
+    counts |= {"played": found.played, "examples": found.examples, "broken": found.broken}
     moments = {"hit": dataclasses.asdict(found.hit), "clean": dataclasses.asdict(found.clean)}
     return json.dumps({"step": step, "redraws": counts | moments}) + "\n"
 

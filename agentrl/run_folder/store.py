@@ -274,7 +274,7 @@ class RunStore:
 
     def redraws(self) -> Redraws:
         """What all steps so far lost."""
-        return sum(read_redraws(self.path).values(), Redraws())
+        return Redraws.together(read_redraws(self.path).values())
 
     def rewind(self, step: int) -> None:
         """Forget the lines and episodes after `step`, so that resuming from checkpoint `step` doubles none."""

@@ -49,7 +49,7 @@ def test_the_steps_of_a_run_add_up_and_torn_lines_are_left_out(tmp_path: Path):
     redraws_file(tmp_path).write_text(text)
     read = read_redraws(tmp_path)
     assert read == {1: one, 2: two}
-    assert sum(read.values(), Redraws()) == Redraws.of(
+    assert Redraws.together(read.values()) == Redraws.of(
         [group("a", [1.0], 1), group("a", [0.0], 2), group("b", [1.0])]
     )
 
@@ -59,7 +59,7 @@ def test_broken_sandboxes_are_counted_by_task_and_kept(tmp_path: Path):
     found = Redraws.of([Group(Task("a"), (broke, broke, episode("a", 1.0))), group("b", [1.0])])
     assert (found.redrawn, found.broken) == (0, {"a": 2})
     redraws_file(tmp_path).write_text(redraws_line(1, found) + redraws_line(2, found))
-    assert sum(read_redraws(tmp_path).values(), Redraws()).broken == {"a": 4}
+    assert Redraws.together(read_redraws(tmp_path).values()).broken == {"a": 4}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -67,6 +67,25 @@ def test_a_loss_that_is_blind_is_not_called_biased(seed: int):
     rng = random.Random(seed)
     groups = [group(f"t{i % 100}", [float(rng.random() < 0.7)] * 4, int(rng.random() < 0.1)) for i in range(400)]
     assert Redraws.of(groups).findings() == {}
+
+
+def test_a_blind_loss_is_not_called_biased_where_tasks_are_played_again_and_again():
+    for seed in range(20):
+        rng = random.Random(seed)
+        groups = [group(f"t{i % 12}", [0.5] * 8, sum(rng.random() < 0.02 for _ in range(8))) for i in range(400)]
+        found = Redraws.of(groups)
+        assert found.findings() == {}, seed
+        assert sum(found.played.values()) == found.episodes
+        name, counts = next(iter(found.worst_tasks(1).items()))
+        assert counts["played"] == sum(len(g.episodes) + len(g.failed) for g in groups if g.task.id == name)
+
+
+def test_lines_of_an_earlier_version_are_read(tmp_path: Path):
+    found = Redraws.of([group("a", [1.0, 0.0], 2), group("b", [1.0])])
+    data = json.loads(redraws_line(1, found))
+    data["redraws"]["tasks"]["a"]["played"] = data["redraws"].pop("played")["a"]
+    redraws_file(tmp_path).write_text(json.dumps(data) + "\n")
+    assert read_redraws(tmp_path)[1].worst_tasks(3) == {"a": {"played": 4, "SandboxDied": 2}}
 
 
 def test_a_loss_that_follows_low_reward_or_one_task_is_told():
@@ -109,7 +128,7 @@ def test_episodes_in_flight_count_in_the_share_of_lost_ones():
 def test_the_first_line_of_an_error_of_each_class_is_kept():
     found = Redraws.of([group("t", [1.0], lost=2, why="InfraError: the shop is down\nTraceback")])
     assert found.examples == {"InfraError": "the shop is down"}
-    again = Redraws.of_data(json.loads(redraws_line(1, found + Redraws()))["redraws"])
+    again = Redraws.of_data(json.loads(redraws_line(1, Redraws.together([found, Redraws()])))["redraws"])
     assert again.examples == found.examples
 
 
