@@ -324,9 +324,11 @@ def entropy_explosion(evidence: Evidence) -> Iterator[Finding]:
 def length_explosion(evidence: Evidence) -> Iterator[Finding]:
     """Completions grow and grow."""
     steps, tokens = evidence.series("sampled_tokens")
-    _, episodes = evidence.series("episodes")
+    (_, episodes), (_, lost) = evidence.series("episodes"), evidence.series("infra_failures")
     if len(steps) < 4 or len(episodes) != len(tokens):
         return
+    if len(lost) == len(episodes):
+        episodes = episodes - lost  # their tokens are not among those that were sampled
     lengths = tokens / np.maximum(episodes, 1)
     low, high = float(lengths[:2].min()), ends(lengths)[1]
     before, after = progress(evidence)

@@ -26,3 +26,25 @@ def test_a_signal_that_is_lost_late_is_reported(tmp_path: Path):
     assert names(tmp_path / "back", [5] * 20 + [0] * 12 + [4] * 8) == []
     assert names(tmp_path / "rare", [1, 0] * 20) == ["no-signal"]
     assert names(tmp_path / "sparse", [1] * 40) == []
+
+
+def test_episodes_that_were_lost_do_not_make_the_others_shorter(tmp_path: Path):
+    def found(*tokens: int) -> list[str]:
+        folder = tmp_path / str(tokens[0])
+        folder.mkdir()
+        lines = [
+            {
+                "step": step,
+                "reward": 0.4,
+                "episodes": 100 + lost,
+                "infra_failures": lost,
+                "sampled_tokens": 100 * each,
+            }
+            for step, (each, lost) in enumerate(zip(tokens, (200, 200, 0, 0, 0, 0), strict=True), 1)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "config.yaml").write_text(json.dumps({"rollout": {"groups_per_step": 25, "group_size": 4}}))
+        return [finding.text for finding in findings(folder) if finding.name == "length-explosion"]
+
+    assert found(60, 60, 60, 60, 60, 60) == []
+    assert "episodes grew from 20 to 90 sampled tokens" in found(20, 20, 60, 90, 90, 90)[0]
