@@ -33,6 +33,8 @@ class Arithmetic:
     episodes_in_all: int
     rows: int | None
     """Training rows in data.train, None if the env makes its own tasks."""
+    greedy: int = 0
+    """Greedy episodes of `advantage: remax`, which are played in addition and not trained."""
 
 
 @dataclass(frozen=True, slots=True)

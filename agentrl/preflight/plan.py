@@ -140,7 +140,11 @@ def arithmetic(config: RunConfig, rows: int | None) -> Arithmetic:
     sampled = max(
         min(view.rollout.max_turns * view.rollout.max_tokens, view.rollout.token_budget) for view in views
     )
+    compared = {name for name, view in config.by_env.items() if view.algorithm.advantage.name == "remax"}
+    shares = {name: env.share for name, env in config.envs.items()} or {"": 1.0}
+    share = sum(shares[name] for name in compared) / sum(shares.values())
     return Arithmetic(
+        greedy=round(rollout.groups_per_step * share),
         tasks=rollout.groups_per_step,
         episodes=episodes,
         updates=updates,

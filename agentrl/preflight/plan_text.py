@@ -45,9 +45,10 @@ def lines(plan: Plan) -> Sequence[str]:
 def _episodes(batch: Arithmetic) -> str:
     """The episodes of a step; an average, if envs have groups of unlike size."""
     group, rest = divmod(batch.episodes, batch.tasks)
+    greedy = f" and {batch.greedy:,} greedy ones" if batch.greedy else ""
     if rest:
-        return f"{batch.tasks} tasks, {batch.episodes:,} episodes on average"
-    return f"{batch.tasks} tasks x {group} = {batch.episodes:,} episodes"
+        return f"{batch.tasks} tasks, {batch.episodes:,} episodes{greedy} on average"
+    return f"{batch.tasks} tasks x {group} = {batch.episodes:,} episodes{greedy}"
 
 
 def _saves_most(plan: Plan, found: Prediction) -> str:

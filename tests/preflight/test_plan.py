@@ -426,6 +426,11 @@ def test_groups_of_unlike_size_are_not_multiplied(tmp_path: Path):
     )
     done = CliRunner().invoke(app, ["plan", str(yaml)])
     assert "\nstep        6 tasks, 22 episodes on average, in 1 update of 22\n" in done.output
+    some = CliRunner().invoke(app, ["plan", str(yaml), "--set", "envs.a.algorithm.advantage=remax"])
+    assert "\nstep        6 tasks, 22 episodes and 4 greedy ones on average, in 1 update of 22\n" in some.output
+    every = ["--set", "algorithm.advantage=remax", "--set", "envs.b.rollout=null"]
+    done = CliRunner().invoke(app, ["plan", str(yaml), *every])
+    assert "\nstep        6 tasks x 4 = 24 episodes and 6 greedy ones, in 1 update of 24\n" in done.output
 
 
 def test_a_model_that_is_none_is_one_error(tmp_path: Path):
