@@ -70,7 +70,6 @@ class SGLangServer:
         url: str,
         *,
         timeout_s: float = 600.0,
-        update_timeout_s: float = 600.0,
         tensor_parallel: int = 1,
         adapters: bool = False,
         changes: bool = False,
@@ -79,14 +78,13 @@ class SGLangServer:
 
         Args:
             url: `http://host:port`.
-            timeout_s: time limit of one completion.
-            update_timeout_s: time limit of a weight update.
+            timeout_s: time limit of a completion, and of each call of a weight update.
             tensor_parallel: number of GPUs that the server's model is split over.
             adapters: the policy is the server's model, which never changes, with an adapter that does.
             changes: only changed weights are sent, which the server must have been started for.
         """
         self._http = HttpServer(url, timeout_s=timeout_s)
-        self._update_timeout_s, self._tensor_parallel = update_timeout_s, tensor_parallel
+        self._tensor_parallel = tensor_parallel
         self._adapters = AdapterStand() if adapters else None
         self._changes = changes
         self._sent = False
@@ -335,7 +333,7 @@ class SGLangServer:
 
     async def _control(self, path: str, body: Mapping[str, Any] | None) -> Any:
         """Make a call that answers `success`; some answer 200 with success false."""
-        answer = await self._http.post(path, body, timeout_s=self._update_timeout_s)
+        answer = await self._http.post(path, body)
         if isinstance(answer, Mapping) and (answer.get("success") is False or answer.get("error")):
             raise ServerRefused(f"{self.url}{path}: {answer.get('error') or answer.get('message')}", status=200)
         return answer
@@ -516,11 +514,9 @@ def linear_names(model: Path) -> list[str]:
 
 
 def _connect(url: str, config: EngineConfig) -> SGLangServer:
-    timeout_s = config.server.request_timeout_s
     return SGLangServer(
         url,
-        timeout_s=timeout_s,
-        update_timeout_s=timeout_s,
+        timeout_s=config.server.request_timeout_s,
         tensor_parallel=config.server.tensor_parallel,
         adapters=config.sync == "lora",
         changes=config.sync == "delta",

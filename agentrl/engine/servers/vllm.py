@@ -78,12 +78,9 @@ class VLLMServer:
     every update changes: after each answer, it shows whether another run has sent weights.
     """
 
-    def __init__(
-        self, url: str, *, timeout_s: float = 600.0, update_timeout_s: float = 600.0, sync: Sync = "disk"
-    ) -> None:
+    def __init__(self, url: str, *, timeout_s: float = 600.0, sync: Sync = "disk") -> None:
         """Connect lazily; `sync` is the way that weights are sent. See `SGLangServer`."""
         self._http = HttpServer(url, timeout_s=timeout_s)
-        self._update_timeout_s = update_timeout_s
         self._model = ""
         self._version = 0
         self._sync = sync
@@ -407,7 +404,7 @@ class VLLMServer:
         await self._control("/collective_rpc", {"method": method, "kwargs": arguments})
 
     async def _control(self, path: str, body: Mapping[str, Any] | None = None) -> None:
-        answer = await self._http.post(path, body, timeout_s=self._update_timeout_s)
+        answer = await self._http.post(path, body)
         if isinstance(answer, Mapping) and answer.get("error"):
             raise ServerRefused(f"{self.url}{path}: {answer['error']!s:.300}", status=200)
 
@@ -492,8 +489,7 @@ def _adapters(config: EngineConfig, lora: LoRAConfig, model: Path, gpu: int | No
 
 
 def _connect(url: str, config: EngineConfig) -> VLLMServer:
-    timeout_s = config.server.request_timeout_s
-    return VLLMServer(url, timeout_s=timeout_s, update_timeout_s=timeout_s, sync=config.resolved_sync)
+    return VLLMServer(url, timeout_s=config.server.request_timeout_s, sync=config.resolved_sync)
 
 
 VLLM = ServerKind(connect=_connect, command=_command, adapters=_adapters, memory_share=0.9)
