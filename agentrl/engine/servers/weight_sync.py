@@ -193,7 +193,6 @@ class BroadcastSync:
         bucket_bytes: int,
         ranks_per_server: int = 1,
         timeout_s: float = 300.0,
-        host: str | None = None,
         gpu: str = "cuda",
     ) -> None:
         """Form the group at the first push, and again whenever the servers change.
@@ -203,11 +202,10 @@ class BroadcastSync:
             bucket_bytes: maximum number of bytes in flight.
             ranks_per_server: tensor-parallel size of a server.
             timeout_s: time limit for joining, or for one broadcast.
-            host: address of this machine as seen by the servers; detected by default.
             gpu: the one that nccl sends from.
         """
         self._backend, self._bucket_bytes = backend, bucket_bytes
-        self._ranks, self._timeout_s, self._host = ranks_per_server, timeout_s, host
+        self._ranks, self._timeout_s = ranks_per_server, timeout_s
         self._device = gpu if backend == "nccl" else "cpu"
         self._group: Any = None
         self._name = ""
@@ -308,7 +306,7 @@ class BroadcastSync:
 
     async def _join(self, servers: tuple[InferenceServer, ...], port: int) -> Failures:
         try:
-            host = self._host or _address_towards(servers[0].url)
+            host = _address_towards(servers[0].url)
         except ServerLost as e:
             raise _JoinFailed(dict.fromkeys(servers, e)) from e
         size = 1 + len(servers) * self._ranks
