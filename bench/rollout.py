@@ -50,7 +50,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from agentrl import ToolEnv, reward, tool
 from agentrl.chat.demonstrate import completion_of
 from agentrl.chat.template import Renderer
-from agentrl.engine.servers.server_engine import ServedEngine, ServedLimits
+from agentrl.engine.servers.replica_pool import ServedLimits
+from agentrl.engine.servers.server_engine import ServedEngine
 from agentrl.engine.servers.weight_sync import TensorSync
 from agentrl.env.curriculum import TaskSampler
 from agentrl.errors import SandboxError

@@ -12,7 +12,8 @@ import torch
 
 from agentrl.engine.servers.launch.hosts import Recipe
 from agentrl.engine.servers.launch.ray_host import RayCluster, RayHost
-from agentrl.engine.servers.server_engine import ServedEngine, ServedLimits
+from agentrl.engine.servers.replica_pool import ServedLimits
+from agentrl.engine.servers.server_engine import ServedEngine
 from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.weight_sync import TensorSync
 from agentrl.types import Sampling

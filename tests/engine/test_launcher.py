@@ -26,7 +26,8 @@ from agentrl.engine.open import open_engine
 from agentrl.engine.servers.launch.hosts import LaunchedHost, Recipe
 from agentrl.engine.servers.launch.launcher import ServerProcess
 from agentrl.engine.servers.opening import launch_recipe
-from agentrl.engine.servers.server_engine import ServedEngine, ServedLimits
+from agentrl.engine.servers.replica_pool import ServedLimits
+from agentrl.engine.servers.server_engine import ServedEngine
 from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.weight_sync import TensorSync
 from agentrl.errors import ConfigError, EngineError

@@ -25,7 +25,8 @@ from agentrl.engine.servers.client import Listener
 from agentrl.engine.servers.delta_sync import DeltaSync
 from agentrl.engine.servers.http import ServerLost
 from agentrl.engine.servers.launch.hosts import GivenHost
-from agentrl.engine.servers.server_engine import ServedEngine, ServedLimits, load_folder
+from agentrl.engine.servers.replica_pool import ServedLimits
+from agentrl.engine.servers.server_engine import ServedEngine, load_folder
 from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.streams import SGLangStream
 from agentrl.engine.servers.weight_sync import AdapterSync, DiskSync, TensorSync, WeightSync, buckets, distinct

@@ -15,8 +15,8 @@ from agentrl.engine.servers.delta_sync import DeltaSync
 from agentrl.engine.servers.kinds import KINDS
 from agentrl.engine.servers.launch.hosts import Connect, GivenHost, LaunchedHost, Recipe
 from agentrl.engine.servers.launch.ray_host import RayCluster, RayHost
-from agentrl.engine.servers.replica_pool import Host
-from agentrl.engine.servers.server_engine import ServedEngine, ServedLimits
+from agentrl.engine.servers.replica_pool import Host, ServedLimits
+from agentrl.engine.servers.server_engine import ServedEngine
 from agentrl.engine.servers.weight_sync import AdapterSync, BroadcastSync, DiskSync, TensorSync, WeightSync
 from agentrl.errors import ConfigError
 from agentrl.extras import installed

@@ -51,6 +51,16 @@ class Host(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ServedLimits:
+    """How servers are used; see `agentrl.config.engine.ServerConfig`."""
+
+    capacity: int = 256
+    restarts: int = 3
+    health_every_s: float = 15.0
+    health_timeout_s: float = 30.0
+
+
 @dataclass(eq=False)
 class Replica:
     """One server and its running requests.
@@ -147,17 +157,13 @@ class ReplicaPool:
     def __init__(
         self,
         hosts: Sequence[Host],
+        limits: ServedLimits,
         *,
-        capacity: int,
-        restarts: int,
-        health_every_s: float,
-        health_timeout_s: float,
         prepare: Callable[[InferenceServer, Callable[[], None]], Awaitable[None]],
         tell: Callable[[str], None],
     ) -> None:
-        self.replicas = [Replica(host, capacity, restarts) for host in hosts]
-        self._health_every_s, self._health_timeout_s = health_every_s, health_timeout_s
-        self._prepare, self._tell = prepare, tell
+        self.replicas = [Replica(host, limits.capacity, limits.restarts) for host in hosts]
+        self._limits, self._prepare, self._tell = limits, prepare, tell
         self._homes: dict[str, Replica] = {}
         self._waiting: deque[tuple[asyncio.Future[Replica], str | None]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -381,7 +387,7 @@ class ReplicaPool:
             self.lose(replica, str(reason))
             return
         try:
-            await server.check(timeout_s=self._health_timeout_s)
+            await server.check(timeout_s=self._limits.health_timeout_s)
         except EngineError:
             if replica.server is server:
                 self.lose(replica, str(reason))
@@ -441,15 +447,15 @@ class ReplicaPool:
         failures = 0
         try:
             while replica.ready and replica.server is server:
-                await asyncio.wait([ended], timeout=self._health_every_s)
+                await asyncio.wait([ended], timeout=self._limits.health_every_s)
                 if ended.done():
                     self.lose(replica, ended.result())
                     return
-                if replica.asleep or time.monotonic() - replica.answered < self._health_every_s:
+                if replica.asleep or time.monotonic() - replica.answered < self._limits.health_every_s:
                     continue
                 updates = replica.updates
                 try:
-                    await server.check(timeout_s=self._health_timeout_s)
+                    await server.check(timeout_s=self._limits.health_timeout_s)
                     failures = 0
                 except Exception as e:  # an EngineError, or what a broken answer raises: nobody else watches
                     # SGLang's check samples a token, which a server that loads weights cannot: it answers 503.

@@ -7,10 +7,9 @@ import contextlib
 import uuid
 import warnings
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,15 +25,11 @@ from agentrl.engine.base import (
 from agentrl.engine.checks import ROUNDING, check_prompt, check_sampling
 from agentrl.engine.servers.client import InferenceServer, Listener, ServerAnswer
 from agentrl.engine.servers.http import ServerRefused, ServerRestarted, ServerTaken
-from agentrl.engine.servers.replica_pool import LOST, Host, Replica, ReplicaPool
+from agentrl.engine.servers.replica_pool import LOST, Host, Replica, ReplicaPool, ServedLimits
 from agentrl.engine.servers.weight_sync import AdapterSync, WeightSync, distinct, vocabulary_of
 from agentrl.errors import EngineError
 from agentrl.models.stored import as_saved, exact_tensors
 from agentrl.types import Completion, Sampling
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 
 _STRUCTURED_TRIES = 4
 
@@ -43,16 +38,6 @@ def _request_names() -> Iterator[str]:
     """Names that no other client of a server uses. None begins with another: SGLang aborts by prefix."""
     own = uuid.uuid4().hex
     return (f"{own}{number:016x}" for number in count())
-
-
-@dataclass(frozen=True, slots=True)
-class ServedLimits:
-    """How servers are used; see `agentrl.config.engine.ServerConfig`."""
-
-    capacity: int = 256
-    restarts: int = 3
-    health_every_s: float = 15.0
-    health_timeout_s: float = 30.0
 
 
 class ServedEngine(Engine):
@@ -83,7 +68,6 @@ class ServedEngine(Engine):
             given: they run already, with weights that nobody knows.
             local: they are on this machine, so that tensors on a GPU can be handed to them in place.
         """
-        limits = limits or ServedLimits()
         self.max_context = 0
         self._model, self._dtype, self._sync, self._on_close = model, dtype, sync, on_close
         self._names: frozenset[str] | None = None
@@ -95,15 +79,7 @@ class ServedEngine(Engine):
         self._requests = _request_names()
         self._aborts: set[asyncio.Task[None]] = set()
         self._closed = False
-        self._pool = ReplicaPool(
-            hosts,
-            capacity=limits.capacity,
-            restarts=limits.restarts,
-            health_every_s=limits.health_every_s,
-            health_timeout_s=limits.health_timeout_s,
-            prepare=self._prepare,
-            tell=tell,
-        )
+        self._pool = ReplicaPool(hosts, limits or ServedLimits(), prepare=self._prepare, tell=tell)
 
     async def start(self) -> None:
         """Start the servers and return when all of them respond with the weights of the model directory.
@@ -464,10 +440,9 @@ def load_folder(folder: Path, dtype: torch.dtype, exact: Collection[str] = ()) -
     """Read the weights of a Hugging Face directory."""
     from safetensors.torch import load_file
 
-    files: Iterable[Path] = sorted(folder.glob("*.safetensors"))
     found = {
         name: tensor
-        for file in files
+        for file in sorted(folder.glob("*.safetensors"))
         if not file.name.startswith("optimizer")
         for name, tensor in load_file(file).items()
     }
