@@ -237,7 +237,7 @@ class RunReader:
     @property
     def started(self) -> float:
         """When the run began, in seconds since 1970."""
-        return _when(self.events[0][0]) if self.events else self.updated
+        return seconds_of(self.events[0][0]) or 0.0 if self.events else self.updated
 
     @property
     def updated(self) -> float:
@@ -347,11 +347,12 @@ def stamp(path: Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _when(text: str) -> float:
+def seconds_of(time: str) -> float | None:
+    """The seconds since 1970 of a time in events.log or history.jsonl; None if it is not one."""
     try:
-        return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
+        return datetime.fromisoformat(time).timestamp()
     except (ValueError, OverflowError):
-        return 0.0
+        return None
 
 
 def _number(value: Any) -> float | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from agentrl.errors import CheckpointError
 from agentrl.reporting.loggers.hide_secrets import without_secrets
 from agentrl.reporting.metric_docs import describe
 from agentrl.run_folder.history import told_changes
-from agentrl.run_folder.run_reader import Json, Metrics, RecordCache, RunReader
+from agentrl.run_folder.run_reader import Json, Metrics, RecordCache, RunReader, seconds_of
 from agentrl.view.words import RUNS, TASKS
 
 CURATED = (
@@ -189,34 +189,27 @@ def steps(reader: RunReader) -> Json:
     }
 
 
+_OF_STEP = re.compile(r"(checkpoint step-|step )([0-9]{1,18})\b")
+
+
 def _notes(reader: RunReader) -> Iterator[Json]:
     """The lines of the event log; each belongs to the step that it names, or to the last one named before it."""
     step = 0
     for when, text in reader.events:
         kind, severity = "event", "info"
-        if text.startswith("checkpoint step-"):
-            kind, step = "checkpoint", int(text.removeprefix("checkpoint step-") or 0)
-        elif text.startswith("step "):
-            number = text.removeprefix("step ").partition(":")[0]
-            step = int(number) if number.isdecimal() else step
-            kind, severity = "note", "warning"
-        yield {"step": step, "time": _seconds(when), "kind": kind, "text": text, "severity": severity}
+        if named := _OF_STEP.match(text):
+            step = int(named[2])
+            kind, severity = ("note", "warning") if named[1] == "step " else ("checkpoint", "info")
+        yield {"step": step, "time": seconds_of(when), "kind": kind, "text": text, "severity": severity}
 
 
 def _changes(reader: RunReader) -> Iterator[Json]:
     """What was changed on resuming, or by a fork."""
     for entry in reader.history:
         step, changes = entry.get("step"), entry["changes"]
-        where = {"step": step if isinstance(step, int) else 0, "time": _seconds(str(entry.get("time")))}
+        where = {"step": step if isinstance(step, int) else 0, "time": seconds_of(str(entry.get("time")))}
         for text in told_changes(without_secrets(changes)) if isinstance(changes, dict) else ():
             yield {**where, "kind": "change", "text": text, "severity": "info"}
-
-
-def _seconds(when: str) -> float | None:
-    try:
-        return datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp()
-    except ValueError:
-        return None
 
 
 def compare(runs: Mapping[str, RunReader], cache: RecordCache, ids: Mapping[Path, str]) -> Json:

@@ -833,6 +833,7 @@ def test_a_damaged_record_is_one_message_and_spoils_nothing_else(
             '{"step": 1, "seconds": 1e999, "kl": ' + "9" * 400 + ', "reward": {}}\n{"step": true}\n',
         ),
         ("events.log", "9999999999-01-01 x\n\x00\n"),
+        ("events.log", f"0001-01-01 checkpoint step-x\nZ checkpoint step-{'9' * 5000}\nZ step {'9' * 5000}: x\n"),
         ("tasks.json", '{"train": 5, "held_out": {"a": []}}'),
         ("redrawn.jsonl", '{"step": [], "redrawn": "x"}\n5\n'),
     ],
