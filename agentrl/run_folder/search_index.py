@@ -148,18 +148,15 @@ class Index:
         self.runs, self.file = [run.resolve() for run in runs], file
         self._lock = threading.Lock()
 
-    def refresh(self, on_progress: Callable[[int], None] | None = None) -> int:
+    def refresh(self) -> int:
         """Index what has changed since the last time; returns the number of episodes indexed.
-
-        Args:
-            on_progress: called with that number now and then.
 
         Raises:
             ConfigError: the disk is full.
         """
         with self._lock:
             try:
-                return self._refresh(on_progress)
+                return self._refresh()
             except sqlite3.DatabaseError as e:
                 if isinstance(e, sqlite3.OperationalError) and "locked" in str(e):
                     return 0  # another viewer is indexing the same files
@@ -168,7 +165,7 @@ class Index:
                         f"{self.file}: the search index cannot be written: {e}; free some space there, or set "
                         "XDG_CACHE_HOME to another folder"
                     ) from None
-                return self._rebuild(on_progress)
+                return self._rebuild()
 
     def search(self, query: Query) -> Found:
         """The episodes that match, newest step first, or lowest reward first; a damaged index is rebuilt before.
@@ -195,9 +192,8 @@ class Index:
             where, values = self._where(query, db)
             order = "episodes.reward is not null, episodes.reward, " if query.worst_first else ""
             sought = f"select id from episodes {where} order by {order}step desc, id"
-            ids = [
-                id for (id,) in db.execute(sought, values)
-            ]  # texts are looked through once, to count and to find
+            # Texts are looked through once, to count and to find.
+            ids = [id for (id,) in db.execute(sought, values)]
             first = max(0, query.offset)
             hits = tuple(_hit(db, id, query) for id in ids[first : first + max(0, query.limit)])
         return Found(len(ids), cut, hits, 0.0)
@@ -231,15 +227,15 @@ class Index:
             if not _is_damage(e):
                 raise
             with self._lock:
-                self._rebuild(None)
+                self._rebuild()
             return read()
 
-    def _rebuild(self, on_progress: Callable[[int], None] | None) -> int:
+    def _rebuild(self) -> int:
         for leftover in (self.file, *(Path(f"{self.file}-{end}") for end in ("wal", "shm"))):
             leftover.unlink(missing_ok=True)
-        return self._refresh(on_progress)
+        return self._refresh()
 
-    def _refresh(self, on_progress: Callable[[int], None] | None) -> int:
+    def _refresh(self) -> int:
         done = 0
         with self._open() as db:
             for run in self.runs:
@@ -263,8 +259,6 @@ class Index:
                         _forget(db, known[step][0])
                     done += _add(db, run, step, stat)
                     db.commit()
-                    if on_progress is not None:
-                        on_progress(done)
             db.commit()
         return done
 
