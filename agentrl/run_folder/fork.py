@@ -18,7 +18,7 @@ from agentrl.run_folder.files import write_atomic
 from agentrl.run_folder.history import Lineage, add_history, copy_history, read_lineage, write_lineage
 from agentrl.run_folder.moved import INPUTS_FILE, changes_of_run
 from agentrl.run_folder.own_start import WEIGHTS, starting_with
-from agentrl.run_folder.records import bounded_lines, episodes_file, parse_metrics, recorded_steps
+from agentrl.run_folder.records import MAX_LINE, bounded_lines, episodes_file, parse_metrics, recorded_steps
 from agentrl.run_folder.redraws import read_redraws, redraws_file, redraws_line
 from agentrl.run_folder.store import CODE_FILE, LOCK
 from agentrl.run_folder.task_digests import TASKS_FILE
@@ -28,7 +28,6 @@ OF_THE_RUN = frozenset(
     ("config.yaml", CODE_FILE, TASKS_FILE, "renderer.json", "learner.json", "sampler.json", checkpoints.MANIFEST)
 )
 """Files of a checkpoint that belong to the run, not to its model."""
-MAX_LINE = 4 << 20
 TRIES = 3
 """How often the newest checkpoint is looked for; a run in progress may remove the one that was found."""
 

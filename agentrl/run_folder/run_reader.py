@@ -14,7 +14,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
@@ -29,6 +29,7 @@ from agentrl.run_folder.files import open_regular, read_bounded
 from agentrl.run_folder.history import Lineage, read_history, read_lineage
 from agentrl.run_folder.records import (
     LATE,
+    MAX_LINE,
     PARTIAL_FILE,
     bounded_lines,
     episode_lines,
@@ -40,7 +41,6 @@ from agentrl.run_folder.records import (
 Json = dict[str, Any]
 """A JSON object."""
 
-MAX_LINE = 4 << 20
 EVENTS_KEPT = 5_000
 """Lines of events.log that are read."""
 MAX_VALUES = 100_000
@@ -231,7 +231,7 @@ class RunReader:
         except ProcessLookupError:
             return False
         except (PermissionError, OverflowError):
-            return True
+            pass
         return True
 
     @property
@@ -277,21 +277,6 @@ class RunReader:
         """The steps with recorded episodes."""
         return recorded_steps(self.path)
 
-    def records(self, step: int) -> Iterator[Json]:
-        """The records of a step as JSON objects.
-
-        Raises:
-            CheckpointError: there are none, or the file is damaged.
-        """
-        for line in episode_lines(self.path, step):
-            try:
-                record = from_json(line)
-            except ValueError as e:
-                raise CheckpointError(f"{recorded_file(self.path, step)}: a damaged record: {e}") from None
-            if not isinstance(record, dict) or not isinstance(record.get("episode"), dict):
-                raise CheckpointError(f"{recorded_file(self.path, step)}: a line is not an episode")
-            yield record
-
 
 class RecordCache:
     """Whole steps of raw records, the most recently used ones, up to a number of uncompressed bytes."""
@@ -301,7 +286,11 @@ class RecordCache:
         self._kept: OrderedDict[tuple[Path, int], tuple[tuple[int, int], list[bytes]]] = OrderedDict()
 
     def lines(self, run: RunReader, step: int) -> list[bytes]:
-        """The lines of a step. Raises CheckpointError as `RunReader.records`."""
+        """The lines of a step.
+
+        Raises:
+            CheckpointError: there are none, or the file is damaged.
+        """
         now, key = stamp(recorded_file(run.path, step)), (run.path, step)
         with self._lock:
             if (kept := self._kept.get(key)) is not None and kept[0] == now:
@@ -317,7 +306,7 @@ class RecordCache:
         return lines
 
     def records(self, run: RunReader, step: int) -> list[Json]:
-        """The records of a step as JSON objects. Raises CheckpointError as `RunReader.records`."""
+        """The records of a step as JSON objects. Raises CheckpointError, as `lines` does."""
         try:
             return [record for line in self.lines(run, step) if isinstance(record := from_json(line), dict)]
         except ValueError as e:
