@@ -16,15 +16,11 @@ from html import escape
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 
 from agentrl.view.as_json import json_text
 
 Answer = tuple[str, object]
 """A path of the API and what the server answers, as JSON can say it."""
-
-
-NO_RENDERERS: Mapping[str, str] = MappingProxyType({})
 
 
 @cache
@@ -149,9 +145,7 @@ def _hashes(renderers: Mapping[str, str]) -> list[str]:
     return [_hash(found) for page in renderers.values() for found in _SCRIPT.findall(page)]
 
 
-def single_file(
-    data: Iterable[Answer], *, renderers: Mapping[str, str] = NO_RENDERERS, title: str = "agentrl"
-) -> Iterator[str]:
+def single_file(data: Iterable[Answer], *, renderers: Mapping[str, str], title: str) -> Iterator[str]:
     """Yield one HTML file, piece by piece: the page, and each answer as inert JSON.
 
     Args:
@@ -174,9 +168,7 @@ def single_file(
     yield "</body>\n</html>\n"
 
 
-def write_folder(
-    folder: Path, data: Iterable[Answer], *, renderers: Mapping[str, str] = NO_RENDERERS, title: str = "agentrl"
-) -> None:
+def write_folder(folder: Path, data: Iterable[Answer], *, renderers: Mapping[str, str], title: str) -> None:
     """Write the page and its answers as files of a folder; the page loads an answer when it is shown.
 
     Args:

@@ -16,12 +16,10 @@ from urllib.parse import quote
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.run_folder.run_reader import Json
 from agentrl.view import run_page
-from agentrl.view.bundle import single_file, write_folder
+from agentrl.view.bundle import Answer, single_file, write_folder
 from agentrl.view.episode_page import Span, image_path
 from agentrl.view.library import Library, NotFoundError
 from agentrl.view.redaction import redacted
-
-Answer = tuple[str, object]
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,10 +62,12 @@ def test_the_document_has_no_inline_script_or_style():
 
 def test_an_export_holds_hostile_answers_as_inert_text(tmp_path):
     hostile = "</script><script>alert(1)</script><!--  \ud800 \x00"
-    html = "".join(single_file([('/api/"><b>', {"text": hostile})], title="</title><script>"))
+    html = "".join(single_file([('/api/"><b>', {"text": hostile})], renderers={}, title="</title><script>"))
     assert html.count("<script>") == 3  # uPlot, the answers' reader, the page
     assert "alert(1)\\u003c/script" in html
     html.encode()  # a lone surrogate would not
-    write_folder(tmp_path / "export", [("/api/a", {"text": hostile, "__proto__": {"a": 1}})])
+    write_folder(
+        tmp_path / "export", [("/api/a", {"text": hostile, "__proto__": {"a": 1}})], renderers={}, title="a"
+    )
     text = (tmp_path / "export" / "data" / "000000.js").read_text(encoding="utf-8")
     assert "<" not in text
