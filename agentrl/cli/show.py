@@ -213,18 +213,13 @@ def _print(records: Sequence[EpisodeRecord], total: int, num: int, where: str | 
 
 
 def _named(run: Path, name: str, steps: list[int]) -> list[EpisodeRecord]:
-    """The episode with this id; the step in its name (s12/...) is searched first, then other steps, latest
-    first."""
-    import re
-
+    """The episode with this id."""
     from agentrl.errors import ConfigError
-    from agentrl.run_folder.records import read_records
+    from agentrl.run_folder.records import likely_steps, read_records
     from agentrl.suggest import did_you_mean
 
-    said = re.match(r"s(\d+)/", name)
-    likely = int(said[1]) if said else steps[-1]
     ids: list[str] = []
-    for step in sorted(steps, key=lambda step: (step != likely, -step)):
+    for step in likely_steps(name, steps):
         records = read_records(run, step)
         if found := [record for record in records if record.episode.id == name]:
             return found

@@ -193,6 +193,13 @@ def recorded_steps(run: Path) -> list[int]:
     return sorted(steps)
 
 
+def likely_steps(episode: str, steps: Iterable[int]) -> list[int]:
+    """The steps in which to look for an episode: the one that its id names (s12/...) first, then the newest."""
+    named = re.match(r"s([0-9]{1,18})/", episode)
+    likely = int(named[1]) if named else -1
+    return sorted(steps, key=lambda step: (step != likely, -step))
+
+
 def compress(records: Iterable[EpisodeRecord]) -> bytes:
     """The content of an episodes file."""
     stream = zstandard.ZstdCompressor(level=3, write_checksum=True).compressobj()

@@ -13,7 +13,7 @@ from agentrl.doctor.examine import findings
 from agentrl.doctor.finding import Finding
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.run_folder.env_views import VIEWS
-from agentrl.run_folder.records import iter_records, recorded_file
+from agentrl.run_folder.records import iter_records, likely_steps, recorded_file
 from agentrl.run_folder.run_reader import Json, RecordCache, RunReader, find_runs, is_run, stamp
 from agentrl.run_folder.search_index import Index, Query, open_index
 from agentrl.run_folder.token_records import NOTHING_RECORDED, read_tokens, tokens_file
@@ -134,7 +134,7 @@ class Library:
     def record(self, id: str, step: int | None, episode: str) -> Json:
         """The raw record of an episode, in any step where none is given. Raises NotFoundError."""
         reader = self.run(id)
-        steps = _likely(episode, reader.steps) if step is None else [step]
+        steps = likely_steps(episode, reader.steps) if step is None else [step]
         for number in steps:
             try:
                 found = _found(reader, number, partial(self.cache.record, reader, number, episode))
@@ -330,13 +330,6 @@ def _load(file: Path) -> Tokenizer | None:
         return Tokenizer.from_file(str(file))
     except Exception:  # the library raises its own base class
         return None
-
-
-def _likely(episode: str, steps: Sequence[int]) -> list[int]:
-    """All steps, the one that the id names (s12/...) first, then the newest."""
-    named = episode.partition("/")[0].removeprefix("s")
-    likely = int(named) if named.isdecimal() else -1
-    return sorted(steps, key=lambda step: (step != likely, -step))
 
 
 def query_of(given: Mapping[str, str], library: Library) -> Query:

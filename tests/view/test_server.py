@@ -547,6 +547,11 @@ def test_an_episode_is_found_by_an_id_beyond_ascii(folder: Path, library: Librar
     assert [library.episode("calc", 5, id)["id"] for id in ids] == ids
 
 
+def test_an_id_that_names_a_step_of_thousands_of_digits_is_not_found(client: TestClient):
+    answer = client.get(f"/api/runs/calc/episodes/s{'9' * 5000}/g0/e0")
+    assert (answer.status_code, answer.json()["error"]["message"][:27]) == (404, "Run calc has no episode 's9")
+
+
 async def test_pages_hear_of_changes_and_of_views(folder: Path, library: Library):
     events = Events(library)
     await events.look()
