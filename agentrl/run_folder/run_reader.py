@@ -221,7 +221,7 @@ class RunReader:
             said = read_bounded(self.path / ".lock").decode("utf-8", "replace")
         except (OSError, CheckpointError):
             return False
-        match = re.fullmatch(r"process (\d+) on (\S+)\s*", said)
+        match = re.fullmatch(r"process ([0-9]{1,9}) on (\S+)\s*", said)
         if match is None:
             return False
         if match[2] != socket.gethostname():
@@ -230,7 +230,7 @@ class RunReader:
             os.kill(int(match[1]), 0)
         except ProcessLookupError:
             return False
-        except (PermissionError, OverflowError):
+        except PermissionError:
             pass
         return True
 

@@ -136,7 +136,8 @@ class Page:
             self._get("/api/runs/{run}/series", self._series),
             self._get("/api/runs/{run}/steps", lambda r: run_page.steps(self.library.run(_run(r)))),
             self._get(
-                "/api/runs/{run}/steps/{step:int}", lambda r: self.library.step(_run(r), r.path_params["step"])
+                "/api/runs/{run}/steps/{step}",
+                lambda r: self.library.step(_run(r), _whole("step", r.path_params["step"])),
             ),
             self._get("/api/runs/{run}/tools", lambda r: self.library.tools(_run(r), _number(r, "steps", RECENT))),
             self._get("/api/runs/{run}/episodes/{id:path}", lambda r: self.library.episode(_run(r), *_named(r))),
@@ -351,8 +352,10 @@ def _span(request: Request) -> Span:
 
 def _number(request: Request, name: str, otherwise: int) -> int:
     text = request.query_params.get(name, "")
-    if not text:
-        return otherwise
+    return _whole(name, text) if text else otherwise
+
+
+def _whole(name: str, text: str) -> int:
     try:
         return max(-1, min(int(text), 1 << 53))
     except ValueError:

@@ -90,6 +90,8 @@ def test_a_finished_run_that_is_resumed_with_more_steps_is_not_finished(folder: 
     assert library.about("calc")["status"] == "stopped"
     (folder / "calc/.lock").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
     assert library.about("calc")["status"] == "running"
+    (folder / "calc/.lock").write_text(f"process {'9' * 5000} on {socket.gethostname()}\n")  # no run wrote this
+    assert library.about("calc")["status"] == "stopped"
 
 
 def test_held_out_results_before_and_after_are_of_before_and_after_training(folder: Path, library: Library):
@@ -547,7 +549,8 @@ def test_an_episode_is_found_by_an_id_beyond_ascii(folder: Path, library: Librar
     assert [library.episode("calc", 5, id)["id"] for id in ids] == ids
 
 
-def test_an_id_that_names_a_step_of_thousands_of_digits_is_not_found(client: TestClient):
+def test_a_step_of_thousands_of_digits_is_not_found(client: TestClient):
+    assert client.get(f"/api/runs/calc/steps/{'9' * 5000}").status_code == 400
     answer = client.get(f"/api/runs/calc/episodes/s{'9' * 5000}/g0/e0")
     assert (answer.status_code, answer.json()["error"]["message"][:27]) == (404, "Run calc has no episode 's9")
 
