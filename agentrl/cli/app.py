@@ -34,7 +34,7 @@ from agentrl.cli.show import show
 from agentrl.cli.train import train
 from agentrl.cli.view import view
 from agentrl.errors import AgentRLError, ConfigError, TemplateError
-from agentrl.extras import missing_extra
+from agentrl.extras import DISTRIBUTION, missing_extra
 from agentrl.garbage import collect_rarely
 
 app = typer.Typer(
@@ -53,8 +53,6 @@ app = typer.Typer(
 def _version(value: bool) -> None:
     if value:
         from importlib.metadata import PackageNotFoundError, version
-
-        from agentrl.extras import DISTRIBUTION
 
         try:
             print(f"agentrl {version(DISTRIBUTION)}")

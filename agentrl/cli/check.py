@@ -11,6 +11,7 @@ import typer
 
 from agentrl.cli import exam as exams
 from agentrl.cli.options import Overrides
+from agentrl.extras import require
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -62,7 +63,6 @@ def _rehearse(path: Path, overrides: list[str], *, play: bool) -> None:
     from rich.text import Text
 
     from agentrl.config import load_config
-    from agentrl.extras import require
     from agentrl.reporting.loggers.make import make_loggers
     from agentrl.reporting.safe_console import SafeConsole
 

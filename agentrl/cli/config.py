@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from agentrl.clean import visible
 from agentrl.cli.options import Overrides, YamlFile, new_file
 
 app = typer.Typer(help="Inspect, diff and document run configurations.", no_args_is_help=True)
@@ -54,7 +55,6 @@ def diff(
     new: Annotated[Path, typer.Argument(help="The YAML file to compare it with.", show_default=False)],
 ) -> None:
     """Print what differs between two configurations, defaults included."""
-    from agentrl.clean import visible
     from agentrl.config import config_diff, load_config
 
     changes = config_diff(load_config(old, check_paths=False), load_config(new, check_paths=False))

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.clean import visible
+from agentrl.errors import ConfigError
 from agentrl.extras import DISTRIBUTION
 
 if TYPE_CHECKING:
@@ -61,8 +63,6 @@ def doctor(
         _run(Path(what), strict=strict, as_json=as_json)
         return
     if strict or as_json:
-        from agentrl.errors import ConfigError
-
         raise ConfigError("--strict and --json: have an effect for a run folder only")
     if what == "all":
         _machine()
@@ -78,7 +78,6 @@ def _run(run: Path, *, strict: bool, as_json: bool) -> None:
     """What is wrong with a run."""
     from agentrl.cli.options import require_run
     from agentrl.doctor.examine import findings
-    from agentrl.errors import ConfigError
 
     if not run.exists():
         raise ConfigError(f"doctor {run}: write `all`, `sandbox`, or the path of a run folder")
@@ -99,7 +98,6 @@ def _run(run: Path, *, strict: bool, as_json: bool) -> None:
 
 
 def _show(found: Sequence[Finding]) -> None:
-    from agentrl.clean import visible
 
     if not found:
         print("findings        none")
@@ -117,7 +115,6 @@ def _show(found: Sequence[Finding]) -> None:
 
 def _lost(run: Path) -> None:
     """Which episodes of a run were lost to infrastructure failures."""
-    from agentrl.clean import visible
     from agentrl.run_folder.redraws import Redraws, read_redraws
 
     found = Redraws.together(read_redraws(run).values())

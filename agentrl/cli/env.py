@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from agentrl.cli.options import Overrides, client_secret
+from agentrl.extras import require
 from agentrl.sigterm import set_at_end
 
 if TYPE_CHECKING:
@@ -81,7 +82,6 @@ def serve(
     rewards are those of a run.
     """
     from agentrl.env_server.open_sessions import Sessions
-    from agentrl.extras import require
 
     require("serve", "agentrl env serve")
     require("openenv", "agentrl env serve")
@@ -132,8 +132,6 @@ def package(
             )
         source, served = None, served_url(target)
     else:
-        from agentrl.extras import require
-
         require("serve", "agentrl env package")
         source = _source(target, env, overrides, max_turns)
         options = [*(["--env", env] if env else []), *(f"--set={item}" for item in overrides)]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentrl.cli.options import PlayOverrides, check_effect, policy_folder, trained_by
+from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentrl.config import RunConfig
@@ -145,7 +146,6 @@ def evaluate(
 
     Run the same command again to resume.
     """
-    from agentrl.errors import ConfigError
     from agentrl.reporting.safe_console import SafeConsole
 
     if compare is not None:
@@ -204,7 +204,6 @@ def find(
         ConfigError: a bare model needs an env, or the env or an override is wrong.
     """
     from agentrl.config import load_config
-    from agentrl.errors import ConfigError
     from agentrl.eval.evaluate import Subject
     from agentrl.run_folder.store import find_checkpoint
 
@@ -256,7 +255,6 @@ def of_env(config: RunConfig, env: str | None) -> RunConfig:
     Raises:
         ConfigError: the run has several envs and none is chosen, or it has no env of this name.
     """
-    from agentrl.errors import ConfigError
     from agentrl.suggest import did_you_mean
 
     names = ", ".join(config.envs)
@@ -292,7 +290,6 @@ def _bare(model: str, changes: list[str], *, exists: bool = True) -> RunConfig:
 
 def _filters(top_p: float | None, top_k: int | None, min_p: float | None) -> Filters:
     """The sampling filter. Raises ConfigError if it leaves no tokens."""
-    from agentrl.errors import ConfigError
     from agentrl.types import Filters
 
     if top_p is not None and not 0 < top_p <= 1:
@@ -304,7 +301,6 @@ def _filters(top_p: float | None, top_k: int | None, min_p: float | None) -> Fil
 
 def _endpoint(base_url: str | None, model: str | None, api_key_env: str, request: list[str]) -> Endpoint | None:
     from agentrl.engine.chat_client import Endpoint
-    from agentrl.errors import ConfigError
 
     if base_url is None:
         for name, given in (("model", model), ("api-key-env", api_key_env), ("request", request)):
@@ -320,7 +316,6 @@ def _endpoint(base_url: str | None, model: str | None, api_key_env: str, request
 
 def _pair(text: str, option: str) -> tuple[str, Any]:
     from agentrl.config.source import read_value
-    from agentrl.errors import ConfigError
 
     key, equals, value = text.partition("=")
     if not equals or not key:
@@ -331,7 +326,6 @@ def _pair(text: str, option: str) -> tuple[str, Any]:
 def _prices(
     prompt: float | None, completion: float | None, cached: float | None, endpoint: Endpoint | None
 ) -> Prices | None:
-    from agentrl.errors import ConfigError
     from agentrl.eval.result import Prices
 
     if prompt is None and completion is None and cached is None:
@@ -345,7 +339,6 @@ def _prices(
 
 def _bounds(minimum: list[str], attempts: int) -> dict[str, float]:
     """Lower bounds by name. Raises ConfigError on invalid bounds, before any episode runs."""
-    from agentrl.errors import ConfigError
     from agentrl.eval.stats import pass_counts
 
     bounds: dict[str, float] = {}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.errors import ConfigError
 from agentrl.exam.marks import CHECKS, Level
 
 if TYPE_CHECKING:
@@ -79,8 +80,6 @@ class ExamOptions:
 
     def refuse(self) -> None:
         """Raises ConfigError if an option was given without --exam."""
-        from agentrl.errors import ConfigError
-
         given = {
             "--report": self.report, "--fail-on": self.fail_on, "--tasks": self.tasks, "--endpoint": self.endpoint,
             "--model": self.model, "-k": self.attempts, "--api-key-env": self.api_key_env,
@@ -100,8 +99,6 @@ def run_exam(target: str, overrides: list[str], options: ExamOptions, *, play: b
     config = examined_config(target, overrides)
     subject = _subject(options)
     if options.report is not None and options.report.is_file():
-        from agentrl.errors import ConfigError
-
         raise ConfigError(f"--report {options.report}: is a file; name a folder")
     fail_on = options.fail_on or Level.ERROR
     console, progress = SafeConsole(), SafeConsole(stderr=True)
@@ -148,7 +145,6 @@ def _subject(options: ExamOptions) -> Subject | None:
     """The model of the difficulty profile. Raises ConfigError if the options do not fit together."""
     from agentrl.cli.options import policy_folder
     from agentrl.engine.chat_client import Endpoint
-    from agentrl.errors import ConfigError
     from agentrl.eval.evaluate import Subject
     from agentrl.run_folder.store import find_checkpoint
 

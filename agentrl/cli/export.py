@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from agentrl.cli.options import new_file
+from agentrl.errors import ConfigError
 
 
 class Format(StrEnum):
@@ -52,7 +53,6 @@ def export(
     ] = False,
 ) -> None:
     """Export episodes as conversations for supervised fine-tuning, tools included."""
-    from agentrl.errors import ConfigError
     from agentrl.eval.finetune_rows import Selection
     from agentrl.eval.finetune_rows import export as export_records
     from agentrl.run_folder.files import write_atomic
@@ -76,7 +76,6 @@ def export(
 
 
 def _steps(text: str) -> tuple[int | None, int | None]:
-    from agentrl.errors import ConfigError
 
     first, colon, last = text.partition(":")
     try:

@@ -8,6 +8,9 @@ from typing import Annotated
 
 import typer
 
+from agentrl.clean import visible
+from agentrl.errors import ConfigError
+
 
 def import_verl(
     source: Annotated[
@@ -25,8 +28,6 @@ def import_verl(
 
     from ruamel.yaml import YAML
 
-    from agentrl.clean import visible
-    from agentrl.errors import ConfigError
     from agentrl.import_verl import import_verl as translate
 
     if out is not None and out.exists():

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from agentrl.errors import ConfigError
+
 
 def new(
     folder: Annotated[
@@ -16,8 +18,6 @@ def new(
 ) -> None:
     """Create an environment: env.py, tools.yaml, tests and a README, ready to train."""
     from importlib.resources import files
-
-    from agentrl.errors import ConfigError
 
     template = files("agentrl.cli") / "template"
     names = ("env.py", "tools.yaml", "test_env.py", "README.md")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.errors import CheckpointError, ConfigError
+
 if TYPE_CHECKING:
     from agentrl.config.facts import Command
 
@@ -47,7 +49,6 @@ def policy_folder(target: Path) -> Path:
         ConfigError: the folder is neither local nor in the cache, or contains only an adapter.
     """
     from agentrl.config.hub import cached_snapshot, how_to_get, is_hub_id
-    from agentrl.errors import ConfigError
     from agentrl.models.folder import refuse_adapter
     from agentrl.run_folder.fork import parse_source
 
@@ -90,7 +91,6 @@ def require_run(folder: Path) -> None:
     Raises:
         CheckpointError: it has no configuration.
     """
-    from agentrl.errors import CheckpointError
     from agentrl.run_folder.run_reader import is_run
 
     if not (folder / "config.yaml").is_file():
@@ -105,8 +105,6 @@ def new_file(path: Path, *, overwrite: bool = False) -> Path:
     Raises:
         ConfigError: the path exists, is a folder, or its folder is missing.
     """
-    from agentrl.errors import ConfigError
-
     try:
         if path.is_dir():
             raise ConfigError(f"{path}: is a folder; name a file in it")
@@ -131,7 +129,6 @@ def check_effect(overrides: Sequence[str], command: Command, what: str) -> None:
     """
     from agentrl.config.facts import UnusedBy, facts
     from agentrl.config.schema import field_at
-    from agentrl.errors import ConfigError
 
     for text in overrides:
         loc = tuple(part.strip() for part in text.partition("=")[0].split("."))
@@ -156,7 +153,6 @@ def client_secret(host: str, name: str | None, option: str, what: str, server: s
     Raises:
         ConfigError: the variable is not set, or others could reach the server without a secret.
     """
-    from agentrl.errors import ConfigError
     from agentrl.serve.listen import is_loopback
 
     if name is None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from agentrl.cli.options import Overrides, YamlFile
+from agentrl.errors import ConfigError
 
 
 def plan(
@@ -31,7 +32,6 @@ def plan(
     Needs no weights or GPU. Lists likely problems last; exits with 2 if the run would fail.
     """
     from agentrl.config import load_config
-    from agentrl.errors import ConfigError
     from agentrl.preflight.machines import machine_of
     from agentrl.preflight.plan import GIB, make_plan
     from agentrl.preflight.plan_text import lines

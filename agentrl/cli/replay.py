@@ -9,6 +9,9 @@ from typing import Annotated
 
 import typer
 
+from agentrl.clean import visible
+from agentrl.extras import require
+
 
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
@@ -30,9 +33,7 @@ def replay(
 
     Starts from the newest checkpoint before the step. Exits with 1 if something differs.
     """
-    from agentrl.clean import visible
     from agentrl.cli.options import require_run
-    from agentrl.extras import require
     from agentrl.reporting.display import quiet_transformers
     from agentrl.run_folder.records import recorded_steps
 

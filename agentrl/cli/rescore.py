@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.errors import ConfigError
+from agentrl.extras import require
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -59,7 +62,6 @@ def rescore(
     from agentrl.cli.options import require_run
     from agentrl.eval.rescore import RescoreOptions
     from agentrl.eval.rescore import rescore as rescored
-    from agentrl.extras import require
     from agentrl.reporting.display import quiet_transformers
     from agentrl.reporting.safe_console import SafeConsole
 
@@ -80,7 +82,6 @@ def rescore(
 def _config(run: Path, env: str | None, overrides: Sequence[str]) -> RunConfig:
     """The run's configuration with another env. Raises ConfigError if the override is not one of the env's."""
     from agentrl.config import load_config
-    from agentrl.errors import ConfigError
 
     for text in overrides:
         if text.partition(".")[0].strip() not in ("env", "envs", "reward_model"):

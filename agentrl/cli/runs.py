@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.clean import visible
+from agentrl.errors import ConfigError
+
 if TYPE_CHECKING:
     from agentrl.run_folder.run_reader import Json
 
@@ -26,7 +29,6 @@ def runs(
     """List runs: status, tags, step, held-out result before and after, and wall time."""
     from rich.table import Table
 
-    from agentrl.errors import ConfigError
     from agentrl.reporting.safe_console import SafeConsole
     from agentrl.suggest import did_you_mean
     from agentrl.view.as_json import json_text
@@ -92,8 +94,6 @@ def tag(
 
     `agentrl runs` and the pages of `agentrl view` find runs by their tags.
     """
-    from agentrl.clean import visible
-    from agentrl.errors import ConfigError
     from agentrl.run_folder.run_reader import is_run
     from agentrl.run_folder.tags import read_tags, write_tags
 
@@ -117,7 +117,6 @@ def compare(
 
     A task's reward is its mean over the last five steps of a run. Tasks that lost most come first.
     """
-    from agentrl.errors import ConfigError
     from agentrl.run_folder.run_reader import is_run
     from agentrl.view.as_json import json_text
     from agentrl.view.library import Library
@@ -178,8 +177,6 @@ def _print(compared: Json, names: list[str]) -> None:
 
 def _text(value: object) -> str:
     from rich.markup import escape
-
-    from agentrl.clean import visible
 
     return escape(visible(str(value)))
 

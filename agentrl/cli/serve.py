@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentrl.cli.options import PlayOverrides, check_effect, client_secret, policy_folder, trained_by
+from agentrl.errors import ConfigError, TemplateError
+from agentrl.extras import require
 from agentrl.sigterm import set_at_end
 
 if TYPE_CHECKING:
@@ -78,8 +80,6 @@ def serve(
     overrides: PlayOverrides = [],  # noqa: B006
 ) -> None:
     """Serve a policy through an OpenAI-compatible API, with the exact tokens of its training, until Ctrl-C."""
-    from agentrl.extras import require
-
     for extra in ("serve", "train"):
         require(extra, "agentrl serve")
     from agentrl.reporting.display import quiet_transformers
@@ -105,8 +105,6 @@ def _refuse_idle(model_name: list[str], any_model: bool, max_requests: int, memo
     Raises:
         ConfigError: one is given.
     """
-    from agentrl.errors import ConfigError
-
     for option, given in (
         ("--model-name", bool(model_name)),
         ("--accept-any-model", any_model),
@@ -140,7 +138,6 @@ def _find(target: Path, overrides: list[str]) -> _Policy:
     from agentrl.chat.template import Renderer
     from agentrl.config import load_config
     from agentrl.config.load import load_engine
-    from agentrl.errors import ConfigError
     from agentrl.rollout.renderer import check_renderer, load_renderer
     from agentrl.run_folder.store import find_checkpoint
 
@@ -173,7 +170,6 @@ def _with_grammars(engine: EngineConfig) -> EngineConfig:
 def _about_tools(renderer: Renderer) -> str:
     """A warning about the chat template for clients that send tools; empty if their calls are parsed."""
     from agentrl.chat.proof import prove
-    from agentrl.errors import TemplateError
 
     try:
         prove(renderer).require(tools=True)

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.clean import visible
+from agentrl.errors import CheckpointError, ConfigError
+
 if TYPE_CHECKING:
     from agentrl.run_folder.records import EpisodeRecord
     from agentrl.run_folder.search_index import Query
@@ -53,7 +56,6 @@ def show(
     ] = False,
 ) -> None:
     """Read what the policy said, what the tools answered and what each episode scored."""
-    from agentrl.errors import CheckpointError, ConfigError
     from agentrl.run_folder.records import read_records, recorded_steps
     from agentrl.run_folder.search_index import Query
     from agentrl.view.episode_text import worst_first
@@ -111,7 +113,6 @@ def _place(step: int, steps: Sequence[int]) -> str:
 
 def _tell_history(run: Path) -> None:
     """Say where a run came from and what was changed on resuming."""
-    from agentrl.clean import visible
     from agentrl.run_folder.history import read_history, read_lineage, told_changes
 
     lineage = read_lineage(run)
@@ -125,7 +126,6 @@ def _tell_history(run: Path) -> None:
 
 def _check(query: Query, texts: Sequence[tuple[str, str | None]]) -> None:
     """Refuse filters that no episode can pass."""
-    from agentrl.errors import ConfigError
     from agentrl.suggest import did_you_mean
     from agentrl.types import StopReason
 
@@ -150,7 +150,6 @@ def _found(run: Path, query: Query) -> tuple[int, list[EpisodeRecord]]:
     """How many episodes of a run match, and the records of the first ones."""
     import sys
 
-    from agentrl.clean import visible
     from agentrl.run_folder.records import read_records
     from agentrl.run_folder.search_index import MAX_TEXT, open_index
 
@@ -214,7 +213,6 @@ def _print(records: Sequence[EpisodeRecord], total: int, num: int, where: str | 
 
 def _named(run: Path, name: str, steps: list[int]) -> list[EpisodeRecord]:
     """The episode with this id."""
-    from agentrl.errors import ConfigError
     from agentrl.run_folder.records import likely_steps, read_records
     from agentrl.suggest import did_you_mean
 

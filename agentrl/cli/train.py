@@ -12,6 +12,8 @@ from typing import Annotated
 import typer
 
 from agentrl.cli.options import Overrides, YamlFile
+from agentrl.errors import ConfigError
+from agentrl.extras import require
 
 
 def train(
@@ -51,8 +53,6 @@ def train(
     Ctrl-C saves a checkpoint and exits; a second Ctrl-C aborts.
     """
     from agentrl.config import load_config
-    from agentrl.errors import ConfigError
-    from agentrl.extras import require
     from agentrl.run_folder.fork import fork_again, fork_run
     from agentrl.run_folder.own_start import with_own_start
     from agentrl.trainer.start_run import start_run

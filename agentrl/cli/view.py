@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.errors import ConfigError
+from agentrl.extras import require
+
 if TYPE_CHECKING:
     from agentrl.view.library import Library
 
@@ -40,7 +43,6 @@ def view(
     import asyncio
     import contextlib
 
-    from agentrl.errors import ConfigError
     from agentrl.run_folder.run_reader import find_runs
 
     given = paths or [Path("runs")]
@@ -60,7 +62,6 @@ def view(
 
         print(f"{export}: {write(Library(given), export, Extent(steps or None, episodes or None, redact))}")
         return
-    from agentrl.extras import require
 
     require("serve", "agentrl view")
     with contextlib.suppress(KeyboardInterrupt):
@@ -98,8 +99,6 @@ async def _serve(paths: list[Path], port: int, browse: bool) -> None:
 
 def _index(library: Library) -> None:
     import sys
-
-    from agentrl.errors import ConfigError
 
     try:
         library.indexed()
