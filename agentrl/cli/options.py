@@ -99,6 +99,11 @@ def require_run(folder: Path) -> None:
         raise CheckpointError(f"{folder}: is not a run folder: it has no config.yaml{more}")
 
 
+def no_run(place: object) -> ConfigError:
+    """The error for a place without runs and recordings."""
+    return ConfigError(f"{place}: no run is there; a run folder has a config.yaml and episodes/")
+
+
 def new_file(path: Path, *, overwrite: bool = False) -> Path:
     """Check that a file can be created there.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from agentrl.clean import visible
+from agentrl.cli.options import no_run
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def runs(
         hint = did_you_mean(tag, tags, otherwise=f"the tags there are: {', '.join(tags) or 'none'}")
         raise ConfigError(f"--tag {tag}: no run in {folder} has it; {hint}")
     if not found["runs"]:
-        raise ConfigError(f"{folder}: no run is there; a run folder has a config.yaml and episodes/")
+        raise no_run(folder)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("run", overflow="fold")
     table.add_column("status", no_wrap=True)
@@ -98,7 +99,7 @@ def tag(
     from agentrl.run_folder.tags import read_tags, write_tags
 
     if not is_run(run):
-        raise ConfigError(f"{run}: no run is there; a run folder has a config.yaml and episodes/")
+        raise no_run(run)
     there = read_tags(run)
     for old in remove or ():
         if old not in there:
@@ -123,7 +124,7 @@ def compare(
 
     for path in paths:
         if not is_run(path):
-            raise ConfigError(f"{path}: no run is there; a run folder has a config.yaml and episodes/")
+            raise no_run(path)
     given = {path.resolve(): path for path in reversed(paths)}
     places = list(dict.fromkeys(path.resolve() for path in paths))
     if len(places) < 2:

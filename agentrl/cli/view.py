@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.cli.options import no_run
 from agentrl.errors import ConfigError
 from agentrl.extras import require
 
@@ -50,9 +51,7 @@ def view(
         if not path.is_dir():
             raise ConfigError(f"{path}: no such folder; name a run, or a folder with runs")
     if paths and not find_runs(given):
-        raise ConfigError(
-            f"{', '.join(map(str, given))}: no run is there; a run folder has a config.yaml and episodes/"
-        )
+        raise no_run(", ".join(map(str, given)))
     if redact and export is None:
         raise ConfigError("--redact: has an effect with --export only; the page on this machine shows everything")
     if export is not None:
