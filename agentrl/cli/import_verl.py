@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from agentrl.clean import visible
-from agentrl.errors import ConfigError
+from agentrl.cli.options import new_file
 
 
 def import_verl(
@@ -30,10 +30,8 @@ def import_verl(
 
     from agentrl.import_verl import import_verl as translate
 
-    if out is not None and out.exists():
-        raise ConfigError(f"{out}: already exists; nothing was changed, choose another name")
-    if out is not None and not out.absolute().parent.is_dir():
-        raise ConfigError(f"{out}: there is no folder {out.parent}; make it first, or choose another place")
+    if out is not None:
+        new_file(out)
     imported = translate(source)
     text = StringIO()
     yaml = YAML()
