@@ -39,6 +39,8 @@ from agentrl.torch_threads import compute_with
 from agentrl.types import Completion, Sampling
 
 T = TypeVar("T")
+Answers = dict[asyncio.AbstractEventLoop, list[Callable[[], None]]]
+"""What to call in each event loop, in order."""
 
 SMALLEST_CONTEXT = 256
 """Minimum context that the cache must hold if `max_context` is not set."""
@@ -148,7 +150,7 @@ class LocalEngine(Engine):
         self.max_context = self._core.max_context
         self._process = os.getpid()
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._answers: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+        self._answers: Answers = {}
         self._lock = threading.Lock()
         self._counted = threading.Event()
         self._closing = False
@@ -345,23 +347,11 @@ class LocalEngine(Engine):
 
     def _answer(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], result: T | Exception) -> None:
         """Record a result for `_flush` to deliver."""
-
-        def resolve() -> None:
-            if future.done():
-                return
-            if isinstance(result, Exception):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
-
-        self._answers.setdefault(loop, []).append(resolve)
+        self._answers.setdefault(loop, []).append(partial(settle, future, result))
 
     def _flush(self) -> None:
-        """Deliver the answers with one call into each event loop, regardless of their number."""
         answers, self._answers = self._answers, {}
-        for loop, resolves in answers.items():
-            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody is waiting any more
-                loop.call_soon_threadsafe(run_all, resolves)
+        deliver(answers)
 
 
 _running: weakref.WeakSet[LocalEngine] = weakref.WeakSet()
@@ -386,10 +376,26 @@ class _Command:
     fail: Callable[[Exception], None]
 
 
-def run_all(functions: Sequence[Callable[[], None]]) -> None:
-    """Call functions in order, used to deliver a batch of answers to an event loop."""
-    for function in functions:
-        function()
+def settle(future: asyncio.Future[T], result: T | Exception) -> None:
+    """Set the result of a future, unless its waiter is gone."""
+    if future.done():
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+
+
+def deliver(answers: Answers) -> None:
+    """Deliver answers from another thread, with one call into each event loop regardless of their number."""
+    for loop, calls in answers.items():
+        with contextlib.suppress(RuntimeError):  # that loop is closed: nobody is waiting any more
+            loop.call_soon_threadsafe(_run_all, calls)
+
+
+def _run_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 def _model_of(model: PreTrainedModel, routes: bool) -> FlatModel | OwnCacheModel:

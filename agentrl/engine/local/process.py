@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -34,7 +34,7 @@ from agentrl.engine.base import Engine, EngineCapabilities
 from agentrl.engine.checks import check_prompt, check_sampling, check_session
 from agentrl.engine.fork_server import fork_server
 from agentrl.engine.local.flat_model import FlatModel
-from agentrl.engine.local.local_engine import Bounds, EngineCore, run_all
+from agentrl.engine.local.local_engine import Answers, Bounds, EngineCore, deliver, settle
 from agentrl.engine.local.slots import BatchRequest, IntArray
 from agentrl.errors import AgentRLError, EngineError
 from agentrl.types import Completion, Sampling
@@ -237,23 +237,12 @@ class ProcessEngine(Engine):
         return f"ended with exit code {code}; its output is on stderr"
 
     def _hand_over(self, answers: Sequence[Answer]) -> None:
-        """Deliver the answers with one call into each event loop, regardless of their number."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+        by_loop: Answers = {}
         for number, answer in answers:
             if (waiting := self._waiting.pop(number, None)) is not None:
-                by_loop.setdefault(waiting[0], []).append(partial(_resolve, waiting[1], answer))
-        for loop, resolves in by_loop.items():
-            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody is waiting any more
-                loop.call_soon_threadsafe(run_all, resolves)
-
-
-def _resolve(future: asyncio.Future[Any], answer: Completion | Exception | None) -> None:
-    if future.done():
-        return
-    if isinstance(answer, Exception):
-        future.set_exception(answer)
-    else:
-        future.set_result(answer)
+                loop, future = waiting
+                by_loop.setdefault(loop, []).append(partial(settle, future, answer))
+        deliver(by_loop)
 
 
 def _batches(orders: queue.SimpleQueue[Order]) -> Iterator[list[Order]]:
