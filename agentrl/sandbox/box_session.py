@@ -70,16 +70,14 @@ class BoxSession:
     async def _call(self, code: bytes, limits: SandboxLimits) -> ExecResult:
         box, told = self.box, limits.call_limits()
         box._used = True
-        async with box._lock:
-            answer, output = await box._call({"op": "call", "session": self._name}, code, told)
-        for _ in range(2):
-            if not answer.get("gone"):
-                break
-            await self.restart()
+        for restarts in range(3):
+            if restarts:
+                await self.restart()
             async with box._lock:
                 answer, output = await box._call({"op": "call", "session": self._name}, code, told)
-        if answer.get("gone"):
-            # New sessions could not start: what runs in the sandbox leaves no room for another process.
+            if not answer.get("gone"):
+                break
+        else:  # new sessions could not start: what runs in the sandbox leaves no room for another process
             text = b"sandbox: the session could not begin: no process can be started\n"
             return ExecResult("exit", 126, None, b"", text, 0, len(text), 0.0, 0.0, session_lost=True)
         result = result_of(answer, output)
