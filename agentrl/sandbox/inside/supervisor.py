@@ -300,22 +300,23 @@ class Supervisor(Programs):
             elif name == "stdout" and call.stream:
                 call.streamed += len(data)
                 if call.streamed > call.stream:
-                    if everything:
-                        call.verdict = call.verdict or "output_limit"
-                    else:
-                        self._stop("output_limit")
+                    self._too_much(call, everything)
                     return
                 self.send({"id": call.id, "part": True}, data)
             else:
                 (call.out if name == "stdout" else call.err).add(data)
                 if call.out.total + call.err.total > call.output_total:
-                    if everything:  # it is already being finished
-                        call.verdict = call.verdict or "output_limit"
-                    else:
-                        self._stop("output_limit")
+                    self._too_much(call, everything)
                     return
             if not everything or len(data) < READ_SIZE:  # a pipe gives less than asked only when it is empty
                 return
+
+    def _too_much(self, call: ProgramCall, finishing: bool) -> None:
+        """Handle more output than is allowed: end the call, unless it is already being finished."""
+        if finishing:
+            call.verdict = call.verdict or "output_limit"
+        else:
+            self._stop("output_limit")
 
     def _at_the_end(self, call: ProgramCall) -> None:
         """Handle the end of stderr, which closes last. A program that reports its end has nothing left to do: if
