@@ -1,13 +1,11 @@
 """Share this machine's sandboxes over HTTP: one request leases a box, and the connection becomes its link.
 
     GET  /v1/health              what this server offers
-    POST /v1/lease               body: the spec as JSON; answered with 101, then supervisor frames in both
-    directions
+    POST /v1/lease               body: the spec as JSON; answered with 101, then supervisor frames both ways
     GET  /v1/ended/LEASE         whether the sandbox of that lease has ended, and the outside cause if any
 
 Every request carries `Authorization: Bearer TOKEN`. The lease ends with the connection, so a client that dies
-leaves
-nothing behind. There is no encryption: bind to loopback or to a private network.
+leaves nothing behind. There is no encryption: bind to loopback or to a private network.
 """
 
 from __future__ import annotations

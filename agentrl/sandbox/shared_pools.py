@@ -19,8 +19,7 @@ def pool_for(spec: Sandbox, *, min_idle: int = 2, max_total: int = 256) -> Sandb
     """Return the running event loop's pool for a spec; the first caller creates it with these sizes.
 
     `close_pools` closes all pools. A loop that ends without calling it (`asyncio.run` in a script or a test)
-    closes
-    them as it shuts down, so that no sandbox outlives its loop.
+    closes them as it shuts down, so that no sandbox outlives its loop.
     """
     loop = asyncio.get_running_loop()
     pools = _pools.setdefault(loop, {})

@@ -3,8 +3,7 @@
 
 The supervisor is the same program as on bare metal. It is the container's entry point and is reached through a
 dedicated socket (see `door`) or, where that is not possible, over the attached stream. A call therefore costs a
-fork
-instead of a round trip through the daemon, and the supervisor reports how it ended.
+fork instead of a round trip through the daemon, and the supervisor reports how it ended.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ if TYPE_CHECKING:
 
 USER = 10001
 """Group of every container, and the first of the USERS ids. Each live container of this process has a separate
-user,
-so that it does not share what the kernel counts per user (inotify, pipes, queues, pending signals)."""
+user, so that it does not share what the kernel counts per user (inotify, pipes, queues, pending signals)."""
 USERS = 50_000
 HOME = "/workspace"
 HOSTNAME = "sandbox"

@@ -40,8 +40,7 @@ CONTROL = 3
 
 WORD = struct.Struct("=?BI")
 """What a child writes to the page it shares with the supervisor: that it has finished, its exit status and its
-peak
-memory in KiB. A program can write there as well, so nothing else in it is trusted."""
+peak memory in KiB. A program can write there as well, so nothing else in it is trusted."""
 
 ACCEPTED = b"\1"
 """Sent on the control descriptor once the order has been read: what happens from then on is the program's doing.

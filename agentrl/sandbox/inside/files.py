@@ -2,10 +2,9 @@
 outside.
 
 The answer is a JSON object on stderr; data goes over stdin and stdout. The answer reports the number of bytes in
-each
-direction and their digest, so that the host notices if another process took or added some. Nothing here blocks:
-FIFOs
-and devices are opened without blocking and refused. Nothing here imports: all modules are loaded before the fork.
+each direction and their digest, so that the host notices if another process took or added some. Nothing here
+blocks: FIFOs and devices are opened without blocking and refused. Nothing here imports: all modules are loaded
+before the fork.
 """
 
 from __future__ import annotations

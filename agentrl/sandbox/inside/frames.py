@@ -15,10 +15,8 @@ _decode = json.JSONDecoder().raw_decode
 OUTCOMES = ("exit", "signal", "timeout", "oom", "output_limit", "cancelled")
 REPORT = struct.Struct(">IBBhQQddQII")
 """The result of a call in a compact form: id, index in OUTCOMES, flags, exit code or signal, bytes of stdout and
-of
-stderr, seconds, CPU seconds, peak KiB of memory, processes killed by the OOM killer, and processes left behind.
-With
-the flag CUT four more numbers follow: the bytes of the beginning and the end of each output."""
+of stderr, seconds, CPU seconds, peak KiB of memory, processes killed by the OOM killer, and processes left behind.
+With the flag CUT four more numbers follow: the bytes of the beginning and the end of each output."""
 CUTS = struct.Struct(">4I")
 SIGNAL, NO_CODE, LOST, CUT = 1, 2, 4, 8
 """Flags: the code is a signal number; there is no code; the session is over; some output was dropped."""

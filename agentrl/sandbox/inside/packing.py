@@ -1,8 +1,7 @@
 """A file tree as one byte stream, written on one side of the sandbox boundary and read on the other.
 
 Tar is not used because it supports devices, hard links, sparse files and many encodings of sizes, and its module
-has
-further imports. This format has a header per entry, file content in chunks, and an end marker with a count.
+has further imports. This format has a header per entry, file content in chunks, and an end marker with a count.
 """
 
 from __future__ import annotations
