@@ -15,8 +15,8 @@ _users: Counter[asyncio.AbstractEventLoop] = Counter()
 _at_the_end: dict[asyncio.AbstractEventLoop, AsyncGenerator[None, None]] = {}
 
 
-def pool_for(spec: Sandbox, *, min_idle: int = 2, max_total: int = 256) -> SandboxPool:
-    """Return the running event loop's pool for a spec; the first caller creates it with these sizes.
+def pool_for(spec: Sandbox, *, min_idle: int = 2) -> SandboxPool:
+    """Return the running event loop's pool for a spec; the first caller creates it with this `min_idle`.
 
     `close_pools` closes all pools. A loop that ends without calling it (`asyncio.run` in a script or a test)
     closes them as it shuts down, so that no sandbox outlives its loop.
@@ -29,7 +29,7 @@ def pool_for(spec: Sandbox, *, min_idle: int = 2, max_total: int = 256) -> Sandb
             _at_the_end[loop].__anext__().send(None)
     pool = pools.get(spec)
     if pool is None or pool.is_closed:
-        pool = pools[spec] = SandboxPool(spec, min_idle=min_idle, max_total=max_total)
+        pool = pools[spec] = SandboxPool(spec, min_idle=min_idle)
     return pool
 
 
