@@ -33,6 +33,7 @@ from agentrl.env.solved import BY_NAME
 from agentrl.env.toolenv.observe import error_text
 from agentrl.errors import ConfigError
 from agentrl.run_folder.files import write_atomic
+from agentrl.run_folder.lock import lock_folder
 from agentrl.run_folder.records import (
     PARTIAL_FILE,
     EpisodeRecord,
@@ -42,7 +43,6 @@ from agentrl.run_folder.records import (
     episodes_file,
     whole_lines,
 )
-from agentrl.run_folder.store import lock_folder
 from agentrl.serve.api_errors import ApiError, from_validation
 from agentrl.serve.browsers import BrowserGuard
 from agentrl.serve.endpoint import ApiKeyGuard, Settings, error_response, keys_in, with_errors

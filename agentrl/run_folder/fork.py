@@ -16,11 +16,12 @@ from agentrl.run_folder import checkpoints
 from agentrl.run_folder.earlier_configs import config_at, copy_configs, keep_config
 from agentrl.run_folder.files import write_atomic
 from agentrl.run_folder.history import Lineage, add_history, copy_history, read_lineage, write_lineage
+from agentrl.run_folder.lock import LOCK
 from agentrl.run_folder.moved import INPUTS_FILE, changes_of_run
 from agentrl.run_folder.own_start import WEIGHTS, starting_with
 from agentrl.run_folder.records import MAX_LINE, bounded_lines, episodes_file, parse_metrics, recorded_steps
 from agentrl.run_folder.redraws import read_redraws, redraws_file, redraws_line
-from agentrl.run_folder.store import CODE_FILE, LOCK
+from agentrl.run_folder.store import CODE_FILE
 from agentrl.run_folder.task_digests import TASKS_FILE
 from agentrl.run_folder.token_records import tokens_file
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import threading
 import time
@@ -27,6 +26,7 @@ from agentrl.errors import CheckpointError
 from agentrl.run_folder import tags
 from agentrl.run_folder.files import open_regular, read_bounded
 from agentrl.run_folder.history import Lineage, read_history, read_lineage
+from agentrl.run_folder.lock import lock_holder
 from agentrl.run_folder.records import (
     LATE,
     MAX_LINE,
@@ -217,17 +217,14 @@ class RunReader:
         return done is None or wanted is None or done >= wanted
 
     def _held(self) -> bool:
-        try:
-            said = read_bounded(self.path / ".lock").decode("utf-8", "replace")
-        except (OSError, CheckpointError):
+        holder = lock_holder(self.path)
+        if holder is None:
             return False
-        match = re.fullmatch(r"process ([0-9]{1,9}) on (\S+)\s*", said)
-        if match is None:
-            return False
-        if match[2] != socket.gethostname():
+        process, machine = holder
+        if machine != socket.gethostname():
             return time.time() - self.updated < QUIET_S
         try:
-            os.kill(int(match[1]), 0)
+            os.kill(process, 0)
         except ProcessLookupError:
             return False
         except PermissionError:

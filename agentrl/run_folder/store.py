@@ -21,13 +21,10 @@ checkpoint N holds the weights after it, and 0 is before the first.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import math
 import os
 import shutil
-import socket
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +33,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
-from weakref import WeakSet
 
 from agentrl.clean import clean_text
 from agentrl.config import RunConfig, dump_config, load_config
@@ -47,6 +43,7 @@ from agentrl.run_folder import checkpoints, earlier_configs
 from agentrl.run_folder.env_views import VIEWS
 from agentrl.run_folder.files import append, fsync_dir, read_bounded, write_atomic
 from agentrl.run_folder.history import add_history
+from agentrl.run_folder.lock import LOCK, lock_folder
 from agentrl.run_folder.moved import INPUTS_FILE, changes_of_run, input_digests
 from agentrl.run_folder.own_start import with_own_start
 from agentrl.run_folder.records import (
@@ -413,19 +410,6 @@ def _verified(folder: Path, hold: bool) -> Checkpoint:
     return Checkpoint(checkpoints.verify(folder), folder)
 
 
-LOCK = ".lock"
-_held: WeakSet[IO[str]] = WeakSet()
-
-
-def _let_go() -> None:
-    """Close the lock files in a forked child, so that the lock is released when the run ends."""
-    for file in _held:
-        file.close()
-
-
-os.register_at_fork(after_in_child=_let_go)
-
-
 def _make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -433,43 +417,6 @@ def _make_folder(path: Path) -> None:
         raise ConfigError(f"{path}: is a file; a run needs a folder of this name") from None
     except OSError as e:
         raise ConfigError(f"{path}: cannot make the run folder: {e.strerror}") from None
-
-
-def lock_folder(path: Path, instead: str = "give this run another `name`") -> IO[str]:
-    """Hold the folder until the file is closed or the process ends, however it ends.
-
-    Args:
-        instead: what else to do if it is held, for the error.
-
-    Raises:
-        ConfigError: another process holds it, or it cannot be written.
-    """
-    try:
-        file = (path / LOCK).open("a+", encoding="utf-8")
-    except OSError as e:
-        raise ConfigError(f"{path}: cannot write into the run folder: {e.strerror}") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
-        file.close()
-        if e.errno not in (errno.EACCES, errno.EAGAIN):
-            raise ConfigError(f"{path}: cannot lock the run folder: {e.strerror}") from None
-        text = f"{path}: held by {holder}; wait for it to end, stop it, or {instead}"
-        raise ConfigError(text) from None
-    try:
-        file.seek(0)
-        file.truncate()
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-    except OSError as e:
-        with contextlib.suppress(OSError):
-            file.close()
-        e.filename = e.filename or str(path)
-        raise
-    _held.add(file)
-    return file
 
 
 def _set_aside(path: Path, lock: IO[str]) -> tuple[IO[str], Path]:
