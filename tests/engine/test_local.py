@@ -402,9 +402,9 @@ async def test_a_long_row_is_scored_in_parts(make: Make, monkeypatch):
     assert [t.logprob for t in parts] == pytest.approx([t.logprob for t in whole], abs=1e-5)
 
 
-async def test_token_logprobs_are_those_of_transformers(make: Make, models: dict[str, Path]):
+async def test_logprobs_of_rows_are_those_of_transformers(make: Make, models: dict[str, Path]):
     rows = [prompt(40), prompt(3, 1), [8]]
-    scores = await make().token_logprobs(rows)
+    (scores,) = (await make().logprobs_by_server(rows)).values()
     model = reference(models["qwen3"])
     for row, score in zip(rows[:2], scores[:2], strict=True):
         assert score == pytest.approx(logprobs_of(model, row[:1], tuple(row[1:])), abs=1e-4)

@@ -28,7 +28,7 @@ async def test_it_samples_like_the_local_engine(models: dict[str, Path]) -> None
         sampling = Sampling(temperature=0.0, max_tokens=6)
         assert (await own.generate([5, 6, 7], sampling)).ids == (await local.generate([5, 6, 7], sampling)).ids
         (mine,) = (await own.logprobs_by_server([[5, 6, 7, 8]])).values()  # by default from prompt_logprobs
-        theirs = await local.token_logprobs([[5, 6, 7, 8]])
+        (theirs,) = (await local.logprobs_by_server([[5, 6, 7, 8]])).values()
         assert mine[0] == pytest.approx(theirs[0], abs=1e-4)
     finally:
         await local.close()

@@ -261,7 +261,7 @@ async def test_masks_alternatives_and_scores(make: Make, folder: Path):
     assert all(len(token.top) == 2 for token in told)
     with pytest.raises(EngineError, match="mask of tokens failed"):
         await engine.generate_streaming(PROMPT, GREEDY, GenerateOptions(mask=Only()))
-    (row,) = await engine.token_logprobs([[*PROMPT, *found.ids]])
+    ((row,),) = (await engine.logprobs_by_server([[*PROMPT, *found.ids]])).values()
     assert row[len(PROMPT) - 1 :] == pytest.approx(found.logprobs, abs=1e-4)
     scored = await engine.prompt_logprobs(PROMPT, top=3)
     assert [len(token.top) for token in scored] == [3] * (len(PROMPT) - 1)
@@ -270,12 +270,12 @@ async def test_masks_alternatives_and_scores(make: Make, folder: Path):
 async def test_long_rows_are_scored_in_parts(make: Make, folder: Path, monkeypatch: pytest.MonkeyPatch):
     """The logits of a row never exist at once beyond a bound."""
     row, engine = prompt(40), make()
-    (whole,) = await engine.token_logprobs([row])
+    ((whole,),) = (await engine.logprobs_by_server([row])).values()
     monkeypatch.setattr(own_cache, "LOGITS_AT_ONCE", 16 * VOCABULARY)
     assert isinstance(engine._model, OwnCacheModel)
     with torch.inference_mode():
         assert [len(part) for part in engine._model.scores(row)] == [16, 16, 7]
-    (parts,) = await engine.token_logprobs([row])
+    ((parts,),) = (await engine.logprobs_by_server([row])).values()
     assert parts == pytest.approx(whole, abs=1e-5)
     assert parts == pytest.approx(logprobs_of(reference(folder), row[:1], row[1:]), abs=1e-4)
 

@@ -202,7 +202,7 @@ async def test_a_prompt_is_scored_as_harnesses_ask_for_it(served: Served):
     assert found.token_logprobs[0] is None
     engine = served.service.engine
     assert isinstance(engine, LocalEngine)
-    (expected,) = await engine.token_logprobs([prompt])
+    ((expected,),) = (await engine.logprobs_by_server([prompt])).values()
     np.testing.assert_allclose(found.token_logprobs[1 : len(prompt)], expected, atol=2e-3)
     assert found.token_logprobs[len(prompt)] == pytest.approx(free.choices[0].logprobs.token_logprobs[0], abs=2e-3)
     assert answer.choices[0].text.startswith("What is 2 plus 3? The answer is 5.")

@@ -248,20 +248,6 @@ class LocalEngine(Engine):
 
         await self._call(partial(self._core.update, weights, version))
 
-    async def token_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return per row the logprob (temperature 1) of each token but the first, given those before it; uses no
-        cache.
-
-        Raises:
-            ValueError: a row is empty or contains an id outside the vocabulary.
-        """
-        checked = [check_ids(row, self._core.vocabulary).tolist() for row in rows]
-
-        def score() -> list[list[float]]:
-            return [[token.logprob for token in self._scored(row, 0)] for row in checked]
-
-        return await self._call(score)
-
     async def prompt_logprobs(self, ids: Sequence[int], *, top: int = 0) -> list[TokenLogprob]:
         """Score given tokens; see `Engine.prompt_logprobs`."""
         if top < 0:
