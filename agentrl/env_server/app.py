@@ -25,6 +25,7 @@ from agentrl.env_server.open_sessions import Sessions, SessionsFull
 from agentrl.env_server.served import EnvSource, Json, JsonObject, RequestError
 from agentrl.env_server.session import EnvSession
 from agentrl.errors import AgentRLError
+from agentrl.serve.body import body_within
 from agentrl.serve.browsers import is_rebound
 
 MAX_BODY = 16 << 20
@@ -340,12 +341,9 @@ def _loads(text: str) -> object:
 
 async def _body(request: Request) -> bytes:
     """The body. Raises RequestError if it is too large."""
-    found = bytearray()
-    async for chunk in request.stream():
-        found += chunk
-        if len(found) > MAX_BODY:
-            raise RequestError(f"the body has more than {MAX_BODY:,} bytes")
-    return bytes(found)
+    if (found := await body_within(request, MAX_BODY)) is None:
+        raise RequestError(f"the body has more than {MAX_BODY:,} bytes")
+    return found
 
 
 async def _object(request: Request) -> Mapping[str, Json]:

@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl.errors import ConfigError
 from agentrl.run_folder.run_reader import Json
+from agentrl.serve.body import body_within
 from agentrl.view import env_view, run_page
 from agentrl.view.as_json import json_text
 from agentrl.view.bundle import served
@@ -328,12 +329,9 @@ def create_view(
 
 async def _body(request: Request) -> bytes:
     """The body of a POST. Raises ConfigError if it is too large."""
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_POST:
-            raise ConfigError("The body is too large.")
-    return body
+    if (found := await body_within(request, MAX_POST)) is None:
+        raise ConfigError("The body is too large.")
+    return found
 
 
 def _run(request: Request) -> str:
