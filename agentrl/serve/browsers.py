@@ -7,7 +7,6 @@ send, must be listed.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -18,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl.serve.api_errors import ApiError
 from agentrl.serve.dialects.anthropic import error_body, in_anthropic
+from agentrl.serve.listen import is_loopback
 
 
 class BrowserGuard:
@@ -65,18 +65,13 @@ class BrowserGuard:
 def is_rebound(scope: Scope) -> bool:
     """Whether a request to a loopback address names another host, as after DNS rebinding."""
     server, host = scope.get("server"), Headers(scope=scope).get("host", "")
-    return server is not None and is_loopback(server[0]) and bool(host) and not is_loopback(_name(host))
+    return server is not None and is_loopback(server[0]) and bool(host) and not means_this_machine(_name(host))
 
 
 @lru_cache
-def is_loopback(name: str) -> bool:
-    """Whether a host name or address means this machine."""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
+def means_this_machine(name: str) -> bool:
+    """Whether a host name or address in a request means this machine."""
+    return name.endswith(".localhost") or is_loopback(name)
 
 
 def _name(host: str) -> str:

@@ -237,7 +237,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the address can be reached only from this machine."""
+    """Whether what listens on the address can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

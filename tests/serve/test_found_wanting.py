@@ -14,7 +14,7 @@ import pytest
 from agentrl.chat.template import Renderer
 from agentrl.engine.checks import check_sampling
 from agentrl.serve.bounds import tokens_above
-from agentrl.serve.browsers import is_loopback
+from agentrl.serve.browsers import means_this_machine
 from agentrl.serve.grammar import AnswerFormat
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.types import Message, ToolCall
@@ -168,8 +168,8 @@ async def test_web_pages_need_to_be_listed(renderer: Renderer):
 
 
 def test_names_of_this_machine():
-    assert all(map(is_loopback, ("localhost", "a.localhost", "127.0.0.1", "127.8.8.8", "::1")))
-    assert not any(map(is_loopback, ("example.com", "10.0.0.1", "localhost.example.com", "")))
+    assert all(map(means_this_machine, ("localhost", "a.localhost", "127.0.0.1", "127.8.8.8", "::1")))
+    assert not any(map(means_this_machine, ("example.com", "10.0.0.1", "localhost.example.com", "")))
 
 
 @pytest.mark.parametrize("stream", [False, True])
