@@ -84,16 +84,12 @@ class SGLangServer:
             changes: only changed weights are sent, which the server must have been started for.
         """
         self._http = HttpServer(url, timeout_s=timeout_s)
+        self.url = self._http.url
         self._tensor_parallel = tensor_parallel
         self._adapters = AdapterStand() if adapters else None
         self._changes = changes
         self._sent = False
-        self._labels = WeightLabels(self._http.url)
-
-    @property
-    def url(self) -> str:
-        """The server's address."""
-        return self._http.url
+        self._labels = WeightLabels(self.url)
 
     async def describe(self) -> Description:
         """Return context length and capabilities, from `/server_info`."""

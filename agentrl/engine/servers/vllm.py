@@ -81,6 +81,7 @@ class VLLMServer:
     def __init__(self, url: str, *, timeout_s: float = 600.0, sync: Sync = "disk") -> None:
         """Connect lazily; `sync` is the way that weights are sent. See `SGLangServer`."""
         self._http = HttpServer(url, timeout_s=timeout_s)
+        self.url = self._http.url
         self._model = ""
         self._version = 0
         self._sync = sync
@@ -92,18 +93,13 @@ class VLLMServer:
         self._in_flight: set[anyio.CancelScope] = set()
         self._idle = asyncio.Event()
         self._started: str | None = None
-        self._labels = WeightLabels(self._http.url)
+        self._labels = WeightLabels(self.url)
         self._sent = sync == "lora"
         """Whether another run's weights would show: we set the label, or with adapters, nobody should."""
         self._heard = -math.inf
         self._recognizing = asyncio.Lock()
         self._asking = asyncio.Lock()
         self._asked = -math.inf
-
-    @property
-    def url(self) -> str:
-        """The server's address."""
-        return self._http.url
 
     async def describe(self) -> Description:
         """Return the context length of the server's first model."""

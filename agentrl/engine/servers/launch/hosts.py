@@ -37,14 +37,9 @@ class LaunchedHost:
     """A server that the run starts on this machine, on a free port, and stops."""
 
     def __init__(self, name: str, recipe: Recipe, connect: Connect, *, log: Path, start_timeout_s: float) -> None:
-        self._name, self._recipe, self._connect = name, recipe, connect
+        self.name, self._recipe, self._connect = name, recipe, connect
         self._log, self._start_timeout_s = log, start_timeout_s
         self.process: ServerProcess | None = None
-
-    @property
-    def name(self) -> str:
-        """Name for messages."""
-        return self._name
 
     async def start(self) -> InferenceServer:
         """Launch it and wait until it responds; see `Host.start`."""
@@ -72,12 +67,12 @@ class LaunchedHost:
                 while not await _answers(server, ended):
                     if ended.done():
                         raise EngineError(
-                            f"{self._name} ended with exit code {ended.result()} while it started; {self._said()}"
+                            f"{self.name} ended with exit code {ended.result()} while it started; {self._said()}"
                         )
         except TimeoutError:
             await self._give_up(server)
             raise EngineError(
-                f"{self._name} did not answer within {self._start_timeout_s:g} s (engine.server.start_timeout_s); "
+                f"{self.name} did not answer within {self._start_timeout_s:g} s (engine.server.start_timeout_s); "
                 + self._said()
             ) from None
         except BaseException:
@@ -103,13 +98,8 @@ class GivenHost:
     def __init__(
         self, url: str, connect: Connect, *, start_timeout_s: float, tell: Callable[[str], None] = warnings.warn
     ) -> None:
-        self._url, self._address = url, without_credentials(url)
+        self._url, self.name = url, without_credentials(url)
         self._connect, self._start_timeout_s, self._tell = connect, start_timeout_s, tell
-
-    @property
-    def name(self) -> str:
-        """Name for messages."""
-        return self._address
 
     async def start(self) -> InferenceServer:
         """Wait until it responds; see `Host.start`."""
@@ -121,14 +111,13 @@ class GivenHost:
                     if not told and time.monotonic() - started >= SAY_AFTER_S:
                         told = True
                         self._tell(
-                            f"{self._address} does not answer{await _why(self._url)}; waiting for it, at most "
+                            f"{self.name} does not answer{await _why(self._url)}; waiting for it, at most "
                             f"{self._start_timeout_s:g} s (engine.server.start_timeout_s)"
                         )
         except TimeoutError:
             await server.close()
             raise EngineError(
-                f"{self._address} did not answer within {self._start_timeout_s:g} s "
-                "(engine.server.start_timeout_s)"
+                f"{self.name} did not answer within {self._start_timeout_s:g} s (engine.server.start_timeout_s)"
             ) from None
         except BaseException:
             await server.close()

@@ -92,14 +92,9 @@ class RayHost:
         gpus: int,
         start_timeout_s: float,
     ) -> None:
-        self._name, self._recipe, self._connect = name, recipe, connect
+        self.name, self._recipe, self._connect = name, recipe, connect
         self._cluster, self._gpus, self._start_timeout_s = cluster, gpus, start_timeout_s
         self._actor: Any = None
-
-    @property
-    def name(self) -> str:
-        """Name for messages."""
-        return self._name
 
     async def start(self) -> InferenceServer:
         """Find a node, launch and wait until the server responds; see `Host.start`."""
@@ -116,7 +111,7 @@ class RayHost:
         except TimeoutError:
             await self._give_up(server)
             raise EngineError(
-                f"{self._name} did not answer within {self._start_timeout_s:g} s (engine.server.start_timeout_s); "
+                f"{self.name} did not answer within {self._start_timeout_s:g} s (engine.server.start_timeout_s); "
                 f"it needs a node with {self._gpus} free GPUs"
             ) from None
         except BaseException:
@@ -152,7 +147,7 @@ class RayHost:
                 except EngineError:
                     await asyncio.wait([ended], timeout=ASK_EVERY_S)
                 if ended.done():
-                    raise EngineError(f"{self._name} did not start: {ended.result()}")
+                    raise EngineError(f"{self.name} did not start: {ended.result()}")
         finally:
             ended.cancel()
             await asyncio.gather(ended, return_exceptions=True)
@@ -161,7 +156,7 @@ class RayHost:
         try:
             return await getattr(self._actor, method).remote(*args, **more)
         except self._cluster.ray.exceptions.RayError as e:
-            raise EngineError(f"the actor of {self._name} is lost: {' '.join(str(e).split())[:300]}") from e
+            raise EngineError(f"the actor of {self.name} is lost: {' '.join(str(e).split())[:300]}") from e
 
     async def _give_up(self, server: InferenceServer | None) -> None:
         await self.stop()
