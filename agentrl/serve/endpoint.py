@@ -41,6 +41,7 @@ from agentrl.serve.dialects.wire_anthropic import CountRequest, MessagesRequest
 from agentrl.serve.dialects.wire_responses import ResponsesRequest
 from agentrl.serve.event_stream import EventStream, GoneError, event, gone, while_there
 from agentrl.serve.openapi import describe
+from agentrl.serve.prometheus import Metrics
 from agentrl.serve.reader import Delta
 from agentrl.serve.service import ChatService, Client, now
 
@@ -370,7 +371,7 @@ class ApiEndpoint:
                 return JSONResponse(writer.whole(await while_there(request, job.run())))
             finally:
                 gate.leave(count)
-        streaming = _Streaming(job, writer, framing, self.service)
+        streaming = _Streaming(job, writer, framing, self.service.metrics)
         try:
             await streaming.first(request)
         except BaseException:
@@ -379,7 +380,6 @@ class ApiEndpoint:
             raise
         return EventStream(
             streaming.events(),
-            headers={},
             on_end=lambda: gate.leave(count),
             write_timeout_s=self.settings.write_timeout_s,
             farewell=framing.error(_ending()),
@@ -407,18 +407,18 @@ ANTHROPIC_EVENTS = Framing(_named, lambda error: event(anthropic.error_body(erro
 class _Streaming:
     """A job that is sampled while its answer is being sent."""
 
-    def __init__(self, job: StreamJob, writer: Writer, framing: Framing, service: ChatService) -> None:
+    def __init__(self, job: StreamJob, writer: Writer, framing: Framing, metrics: Metrics) -> None:
         self._writer, self._framing = writer, framing
         self._ready = asyncio.Event()
         self._chunks: list[Any] = list(writer.opening())
-        self._started, self._talk = time.monotonic(), service
+        self._began, self._metrics, self._told = time.monotonic(), metrics, False
         self._task = asyncio.ensure_future(job.run(self._take))
         self._task.add_done_callback(lambda task: self._ready.set())
 
     def _take(self, index: int, deltas: list[Delta], drawn: Sequence[TokenLogprob]) -> None:
-        if not self._ready.is_set() and self._started:
-            self._talk.metrics.first_token_seconds.observe(time.monotonic() - self._started)
-            self._started = 0.0
+        if not self._told:
+            self._metrics.first_token_seconds.observe(time.monotonic() - self._began)
+            self._told = True
         self._chunks += self._writer.chunks(index, deltas, drawn)
         self._ready.set()
 

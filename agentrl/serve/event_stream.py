@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 FAREWELL_S = 1.0
 """Time limit for telling a client that the server is shutting down."""
 
@@ -89,15 +90,12 @@ class EventStream:
         self,
         events: AsyncIterator[bytes],
         *,
-        headers: Mapping[str, str],
         on_end: Callable[[], None],
         write_timeout_s: float,
         farewell: bytes,
     ) -> None:
         self._events, self._on_end, self._write_timeout_s = events, [on_end], write_timeout_s
         self._farewell, self._begun = farewell, False
-        fixed = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-        self._headers = [(k.encode(), v.encode()) for k, v in {**fixed, **headers}.items()]
 
     def at_end(self, call: Callable[[], None]) -> None:
         """Register another callback that is always called when the answer is over."""
@@ -127,7 +125,7 @@ class EventStream:
 
     async def _send(self, send: Send) -> None:
         try:
-            await self._put(send, {"type": "http.response.start", "status": 200, "headers": self._headers})
+            await self._put(send, {"type": "http.response.start", "status": 200, "headers": _HEADERS})
             self._begun = True
             async for data in self._events:
                 await self._put(send, {"type": "http.response.body", "body": data, "more_body": True})

@@ -273,14 +273,13 @@ class Job:
             ApiError: a grammar cannot be created.
         """
         metrics = self.service.metrics
-        prompt_tokens = len(self.prompt.ids)
         if self.ask.n == 1:
             self.spoken = [await self._choice(0, emit)]
         else:
             async with asyncio.TaskGroup() as group:
                 choices = [group.create_task(self._choice(index, emit)) for index in range(self.ask.n)]
             self.spoken = [choice.result() for choice in choices]
-        metrics.prompt_tokens.inc(prompt_tokens)
+        metrics.prompt_tokens.inc(self.prompt_tokens)
         metrics.cached_tokens.inc(self.cached_tokens)
         metrics.sampled_tokens.inc(self.completion_tokens)
         metrics.version.set(self.service.engine.policy_version)
