@@ -147,8 +147,8 @@ class Page:
             ),
             self._get("/api/search", lambda r: self.library.search(query_of(r.query_params, self.library))),
             self._get("/api/compare", self._compare),
-            Route("/api/image/{run}/{id:path}", self._image, methods=["GET"]),
-            Route("/api/renderer/{run}/{env}", self._renderer, methods=["GET"]),
+            self._get("/api/image/{run}/{id:path}", self._image),
+            self._get("/api/renderer/{run}/{env}", self._renderer),
             Route("/api/events", self._events, methods=["GET"]),
             Route("/api/view", self._view, methods=["POST"]),
             self._get("/api/preferences", lambda r: self.preferences.all()),
@@ -156,10 +156,11 @@ class Page:
             Route("/{path:path}", self._static, methods=["GET"]),
         ]
 
-    def _get(self, path: str, find: Callable[[Request], Json]) -> Route:
+    def _get(self, path: str, find: Callable[[Request], Json | Response]) -> Route:
         async def answer(request: Request) -> Response:
             try:
-                return _json(await run_in_threadpool(find, request))
+                found = await run_in_threadpool(find, request)
+                return found if isinstance(found, Response) else _json(found)
             except NotFoundError as e:
                 return _error(404, str(e), "Go back to the list of runs.")
             except ConfigError as e:
@@ -183,20 +184,13 @@ class Page:
             raise ConfigError("runs: name between 1 and 50 runs, separated by commas")
         return self.library.compare(ids)
 
-    async def _image(self, request: Request) -> Response:
-        try:
-            place = _number(request, "message", -1), _number(request, "part", -1)
-            data, kind = await run_in_threadpool(self.library.image, _run(request), *_named(request), *place)
-        except (NotFoundError, ConfigError) as e:
-            return _error(404, str(e), "Go back to the episode.")
+    def _image(self, request: Request) -> Response:
+        place = _number(request, "message", -1), _number(request, "part", -1)
+        data, kind = self.library.image(_run(request), *_named(request), *place)
         return Response(data, media_type=kind, headers={"Content-Disposition": "inline"})
 
-    async def _renderer(self, request: Request) -> Response:
-        env = str(request.path_params["env"])
-        try:
-            page = await run_in_threadpool(self.library.renderer, _run(request), env)
-        except NotFoundError as e:
-            return _error(404, str(e), "Go back to the episode.")
+    def _renderer(self, request: Request) -> Response:
+        page = self.library.renderer(_run(request), str(request.path_params["env"]))
         return Response(page, media_type=KINDS["html"], headers=dict(env_view.HEADERS))
 
     async def _events(self, request: Request) -> Response:
