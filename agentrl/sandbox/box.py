@@ -362,10 +362,8 @@ class Box:
         Raises:
             OSError: the tree exceeds `max_bytes` or `max_files`, or the answer is not a valid tree.
         """
-        data = await self._pack(path, max_bytes, max_files)
-        with _met_inside(self.name):
-            entries = trees.read(data, max_bytes=max_bytes, max_files=max_files)
-            return {entry.name: entry.content for entry in entries if entry.kind == packing.FILE}
+        entries = await self.get_entries(path, max_bytes=max_bytes, max_files=max_files)
+        return {entry.name: entry.content for entry in entries if entry.kind == packing.FILE}
 
     async def put_entries(self, entries: Sequence[trees.Entry], path: str = ".") -> None:
         """Write files, folders and links below `path`, with their modes; see `put_tree`."""
@@ -377,7 +375,7 @@ class Box:
         """Read the files, folders and links below `path`, with their modes; see `get_tree`."""
         data = await self._pack(path, max_bytes, max_files)
         with _met_inside(self.name):
-            return list(trees.read(data, max_bytes=max_bytes, max_files=max_files))
+            return trees.read(data, max_bytes=max_bytes, max_files=max_files)
 
     async def _pack(self, path: str, max_bytes: int, max_files: int) -> bytes:
         order = {"op": "pack", "path": path, "max_bytes": max_bytes, "max_files": max_files}
