@@ -168,17 +168,13 @@ class Redraws:
 
     def worst_tasks(self, num: int) -> dict[str, dict[str, int]]:
         """The tasks with most redrawn episodes: their reasons with counts, and `played`."""
-
         worst = sorted(self.tasks, key=lambda name: (-self.tasks[name].total(), name))[:num]
         return {name: {"played": self.played[name], **self.tasks[name]} for name in worst}
 
     def why(self) -> str:
         """The reasons with counts, and the tasks with most of them."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.reasons.most_common())
-        worst = [
-            f"{name} ({sum(counts.values()) - counts['played']} of {counts['played']})"
-            for name, counts in self.worst_tasks(3).items()
-        ]
+        worst = [f"{name} ({_lost(counts)} of {counts['played']})" for name, counts in self.worst_tasks(3).items()]
         return f"{reasons}; most on the tasks {', '.join(worst)}" if worst else reasons
 
     def findings(self) -> dict[str, str]:
@@ -188,7 +184,7 @@ class Redraws:
             return found
         share = self.redrawn / self.episodes
         for name, counts in self.worst_tasks(1).items():
-            played, lost = counts["played"], sum(counts.values()) - counts["played"]
+            played, lost = counts["played"], _lost(counts)
             tasks = max(self.hit.num + self.clean.num, 1.0)
             if lost >= 4 and _tail(lost, played, share) * tasks < _SURE and len(self.tasks) < tasks:
                 found["task"] = (
@@ -209,6 +205,11 @@ class Redraws:
                 for kind, text in found.items()
             }
         return found
+
+
+def _lost(counts: Mapping[str, int]) -> int:
+    """How many episodes of a task were redrawn."""
+    return sum(counts.values()) - counts["played"]
 
 
 def _counts(data: Mapping[str, Any]) -> Counter[str]:
