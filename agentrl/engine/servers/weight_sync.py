@@ -12,7 +12,7 @@ import contextlib
 import json
 import shutil
 import socket
-from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -30,6 +30,7 @@ from agentrl.ports import reserved_port
 from agentrl.run_folder.files import share_weights
 
 Failures = dict[InferenceServer, EngineError]
+Work = Callable[[InferenceServer], Coroutine[Any, Any, None]]
 JOIN_S = 120.0
 """Time limit for forming a process group: if a server dies meanwhile, the others wait for it."""
 LEAVE_S = 30.0
@@ -240,7 +241,7 @@ class BroadcastSync:
         """Leave the group."""
         await self._dissolve()
 
-    def _receiver(self, weights: Mapping[str, Tensor], version: int) -> Any:
+    def _receiver(self, weights: Mapping[str, Tensor], version: int) -> Work:
         refused = False
 
         async def receive(server: InferenceServer) -> None:
@@ -354,7 +355,7 @@ class _JoinFailed(EngineError):
 
 
 async def push_to_each(
-    servers: Sequence[InferenceServer], work: Any, beside: Coroutine[Any, Any, None] | None = None
+    servers: Sequence[InferenceServer], work: Work, beside: Coroutine[Any, Any, None] | None = None
 ) -> Failures:
     """Run `work` for all servers at once, together with `beside`; return which failed, and why."""
     jobs = [work(server) for server in servers] + ([beside] if beside is not None else [])
