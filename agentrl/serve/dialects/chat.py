@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from agentrl.chat.template import Renderer
 from agentrl.engine.base import TokenLogprob
 from agentrl.serve.api_errors import invalid
-from agentrl.serve.dialects.wire import ChatRequest, Json, ResponseFormat, nucleus
+from agentrl.serve.dialects.wire import ChatRequest, Json, ResponseFormat, nucleus, usage
 from agentrl.serve.dialects.wire_messages import allowed_tools, one_incoming, tools_of
 from agentrl.serve.grammar import AnswerFormat
 from agentrl.serve.reader import ArgumentsDelta, CallBegun, ContentDelta, Delta, ReasoningDelta
@@ -100,7 +100,7 @@ class ChatWriter:
             **self._head,
             "object": "chat.completion",
             "choices": [self._choice(index, one) for index, one in enumerate(spoken)],
-            "usage": usage_of(self._job),
+            "usage": self._usage(),
         }
         if self._request.return_token_ids:
             body["prompt_token_ids"] = list(self._job.prompt.ids)
@@ -121,26 +121,28 @@ class ChatWriter:
             message["tool_calls"] = calls
         if sent.reasoning is not None:
             message["reasoning_content"] = sent.reasoning
-        drawn = self._tokens(one)
         choice = {
             "index": index,
             "message": message,
-            "logprobs": self._logprobs_of(drawn) if self._logprobs else None,
+            "logprobs": self._logprobs_of(self._shown(one.drawn)) if self._logprobs else None,
             "finish_reason": one.finish,
         }
         if self._request.return_token_ids:
             choice["token_ids"] = list(one.turn.completion.ids)
         return choice
 
-    def _tokens(self, one: Choice) -> Sequence[TokenLogprob]:
-        return [drawn for drawn in one.drawn if drawn.id not in self._renderer.stop_ids]
+    def _shown(self, drawn: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
+        return [token for token in drawn if token.id not in self._renderer.stop_ids]
+
+    def _usage(self) -> Json:
+        return usage(self._job.prompt_tokens, self._job.completion_tokens, self._job.cached_tokens)
 
     # -- chunks ------------------------------------------------------------------------------------------------
 
     def chunks(self, index: int, deltas: Sequence[Delta], drawn: Sequence[TokenLogprob]) -> list[Json]:
         """Return pieces of choice `index`; the tokens are sent with the last of them."""
         bodies = [self._delta(delta) for delta in deltas]
-        tokens = [token for token in drawn if token.id not in self._renderer.stop_ids]
+        tokens = self._shown(drawn)
         if not bodies and ((tokens and self._logprobs) or (drawn and self._request.return_token_ids)):
             bodies = [{}]
         chunks = [self._chunk(index, body) for body in bodies]
@@ -164,7 +166,7 @@ class ChatWriter:
         """Return the chunks with each choice's finish reason, and the usage if requested."""
         chunks = [self._chunk(index, {}, one.finish) for index, one in enumerate(spoken)]
         if self._request.wants_usage:
-            chunks.append({**self._chunk(0, {}), "choices": [], "usage": usage_of(self._job)})
+            chunks.append({**self._chunk(0, {}), "choices": [], "usage": self._usage()})
         return chunks
 
     def _chunk(self, index: int, delta: Json, finish: str | None = None) -> Json:
@@ -196,13 +198,3 @@ class ChatWriter:
             for token in drawn
         ]
         return {"content": content, "refusal": None}
-
-
-def usage_of(job: Job) -> Json:
-    """Return the token usage of the request."""
-    return {
-        "prompt_tokens": job.prompt_tokens,
-        "completion_tokens": job.completion_tokens,
-        "total_tokens": job.prompt_tokens + job.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": job.cached_tokens},
-    }

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from agentrl.chat.template import Renderer
 from agentrl.engine.base import Engine, TokenLogprob
 from agentrl.serve.api_errors import context_exceeded, invalid, unsupported
-from agentrl.serve.dialects.wire import CompletionRequest, Json, nucleus
+from agentrl.serve.dialects.wire import CompletionRequest, Json, nucleus, usage
 from agentrl.serve.generate import CompletionOptions, Sampled, generate
 from agentrl.serve.reader import ContentDelta, Delta, TextReader
 from agentrl.serve.service import COLDEST, fresh_id, now
@@ -204,12 +204,7 @@ class TextWriter:
         prompt = sum(len(ids) for ids in self._job.prompts)
         sampled = sum(len(one.sampled.completion.ids) for one in self._job.done)
         cached = sum(one.sampled.completion.cached_tokens for one in self._job.done[:: self._request.n or 1])
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": sampled,
-            "total_tokens": prompt + sampled,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        return usage(prompt, sampled, cached)
 
     def _name(self, id: int) -> str:
         """Return the text of one token; bytes that are not valid text on their own are shown as bytes."""

@@ -24,6 +24,16 @@ def nucleus(top_p: float | None) -> float:
     return 1.0 if top_p is None else max(top_p, 1e-6)
 
 
+def usage(prompt: int, completion: int, cached: int) -> Json:
+    """The number of tokens that a request took, as OpenAI writes it."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
 class Wire(BaseModel):
     """A part of a request."""
 
