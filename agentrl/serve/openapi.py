@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from agentrl.extras import DISTRIBUTION
 from agentrl.serve.dialects.anthropic import in_anthropic
 from agentrl.serve.dialects.wire import ChatRequest, CompletionRequest
 from agentrl.serve.dialects.wire_anthropic import CountRequest, MessagesRequest
@@ -90,7 +91,7 @@ def describe() -> dict[str, Any]:
     schemas = {**definitions["$defs"], "Error": _ENVELOPE, "AnthropicError": _ANTHROPIC_ENVELOPE}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "agentrl", "version": version("agentrl-train")},
+        "info": {"title": "agentrl", "version": version(DISTRIBUTION)},
         "paths": paths,
         "components": {
             "schemas": schemas,
