@@ -53,7 +53,14 @@ class Host(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServedLimits:
-    """How servers are used; see `agentrl.config.engine.ServerConfig`."""
+    """How servers are used; see `agentrl.config.engine.ServerConfig`.
+
+    Attributes:
+        capacity: maximum number of concurrent requests per server.
+        restarts: how often a server is restarted before it has answered anything.
+        health_every_s: interval of health checks of a server without answers.
+        health_timeout_s: time limit of a health check.
+    """
 
     capacity: int = 256
     restarts: int = 3
@@ -145,10 +152,7 @@ class ReplicaPool:
 
     Args:
         hosts: one for each server.
-        capacity: maximum number of concurrent requests per server.
-        restarts: how often a server is restarted before it has answered anything.
-        health_every_s: interval of health checks of a server without answers.
-        health_timeout_s: time limit of a health check.
+        limits: how the servers are used.
         prepare: brings the current weights to a server that has just started, calls its second argument as soon as
         it may be used, and returns.
         tell: callback for messages about losses and restarts.

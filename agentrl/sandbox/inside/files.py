@@ -229,7 +229,7 @@ def _unlock(name: bytes | str, fd: int | None, bits: int) -> int:
 
 
 def _send_content(fd: int, name: bytes, mode: int, most: int, sent: ByteStream, too_much: OSError) -> int:
-    """Yield a file's content in chunks, however long it turns out to be."""
+    """Send a file's content in chunks, however long it turns out to be; return its size."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
         file = os.open(name, flags, dir_fd=fd)

@@ -220,7 +220,7 @@ class Meter:
         limit_mb: maximum memory for all processes together.
         oom_fd: memory.oom_control (v1) or memory.events (v2) of the sandbox's cgroup, -1 without one.
         usage_fd: its memory.usage_in_bytes or memory.current.
-        places: directories whose file system counts as the sandbox's disk.
+        place: a directory whose file system counts as the sandbox's disk.
     """
 
     def __init__(self, limit_mb: int, oom_fd: int, usage_fd: int, place: str) -> None:

@@ -281,7 +281,7 @@ class ResponseWriter:
         return self._request.store is not False
 
     def _absorb(self, one: Choice) -> None:
-        """Return the items of a turn that was not streamed."""
+        """Take over the items of a turn that was not streamed."""
         sent = one.sent.message
         if sent.reasoning:
             self._items.append(_Open("reasoning", fresh_id("rs_"), sent.reasoning))
