@@ -21,9 +21,10 @@ import pytest
 
 from agentrl.sandbox import PromiseNotEnforceable, Sandbox, SandboxError, SandboxPool, SandboxUnavailable
 from agentrl.sandbox.local import LocalBackend, LocalProcess
+from agentrl.sandbox.pool import make_backend
 from agentrl.testing.sandbox_suite import hostile
 from agentrl.testing.sandbox_suite.stage import Stage
-from tests.sandbox.sandbox_specs import ORDINARY_USER, spec_for
+from tests.sandbox.sandbox_specs import ORDINARY_USER, SYSTEM_PYTHON, spec_for
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -435,6 +436,32 @@ async def test_other_sandboxes_do_not_take_the_processes_of_one(name: str) -> No
         assert raised.exit_code == 0, raised
         refused = await one.python(bomb)
         assert "BlockingIOError" in refused.error_text(), refused
+
+
+@pytest.mark.parametrize("name", ["landlock_user", "namespace_user"])
+async def test_a_sandbox_that_cannot_be_forked_leaves_nothing_in_the_keeper(name: str) -> None:
+    folder = Path(tempfile.mkdtemp())
+    try:
+        folder.chmod(0o755)  # the keeper's user starts the program in it
+        single = folder / "python"
+        single.write_text(f'#!/bin/bash\nulimit -S -u 1\nexec {SYSTEM_PYTHON} "$@"\n')
+        single.chmod(0o755)
+        backend = make_backend(replace(spec_for(name), run_as=ORDINARY_USER + 2, python=str(single)))
+        assert isinstance(backend, LocalBackend)
+        await backend.open()
+        try:
+            assert backend._keeper is not None
+            kept = Path(f"/proc/{backend._keeper.pid}/fd")
+            before = len(list(kept.iterdir()))
+            for number in range(3):
+                with pytest.raises(SandboxUnavailable, match="temporarily unavailable"):
+                    await backend.start(f"refused.{number}")
+            assert len(list(kept.iterdir())) == before
+            assert not list(Path(tempfile.gettempdir()).glob(f"agentrl-{ORDINARY_USER + 2}-*/refused.*"))
+        finally:
+            await backend.close()
+    finally:
+        shutil.rmtree(folder)
 
 
 async def test_attributes_of_the_users_files_are_hidden() -> None:

@@ -167,13 +167,20 @@ class Keeper:
                 folder = self.make_folder(order["folders"], order["box"], uid, gid)
             go_r, go_w = os.pipe2(os.O_CLOEXEC)
             flags = jail.namespaces(privileged=self.privileged, network=order["network"])
-            pid = kernel.clone(flags) if namespaced else os.fork()
+            try:
+                pid = kernel.clone(flags) if namespaced else os.fork()
+            except OSError:
+                os.close(go_r)
+                os.close(go_w)
+                raise
             if pid == 0:
                 become(order, link, go_r, group, folder, uid, gid)
         except OSError:
             if group is not None:
                 group.close()
                 self.garbage.append(group)
+            if folder is not None:
+                leftovers.remove_tree(folder)
             raise
         os.close(go_r)
         box = KeptBox(order["box"], pid, uid, group, folder)
