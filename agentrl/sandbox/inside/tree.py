@@ -206,6 +206,11 @@ def _share(pid: int) -> int:
                     return int(line.split()[1]) << 10
     except OSError:
         pass
+    return _resident(pid)
+
+
+def _resident(pid: int) -> int:
+    """Return a process's memory in bytes, shared pages included."""
     try:
         with open(f"/proc/{pid}/statm", "rb") as f:
             return int(f.read().split()[1]) * PAGE
@@ -252,21 +257,11 @@ class Meter:
 
     def resident(self) -> int:
         """Return the bytes held by the caller's descendants, counting shared pages several times."""
-        total = 0
-        for pid in descendants(os.getpid()):
-            try:
-                with open(f"/proc/{pid}/statm", "rb") as f:
-                    total += int(f.read().split()[1])
-            except OSError:
-                continue
-        return total * PAGE
+        return sum(map(_resident, descendants(os.getpid())))
 
     def proportional(self) -> int:
         """Return the bytes held by the caller's descendants, dividing shared pages among their users."""
-        total = 0
-        for pid in descendants(os.getpid()):
-            total += _share(pid)
-        return total
+        return sum(map(_share, descendants(os.getpid())))
 
     def usage(self) -> dict[str, int]:
         """Return current usage: bytes of memory, processes, bytes and files on its disk."""
