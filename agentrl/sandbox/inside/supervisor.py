@@ -409,22 +409,7 @@ class Supervisor(Programs):
         call = self.call
         assert call is not None
         program, session = call.program, call.session
-        status, lost = self._session_status(call) if session is not None else (None, False)
-        reaped = 0
-        if session is None:
-            self._unwatch_program(program)
-            if program.status is None:
-                if self.owns_all and not self.sessions:
-                    tree.kill_at_once()  # others would take CPU time from the one that must exit
-                tree.kill(program.pid)
-                _, program.status, program.rusage = os.wait4(program.pid, 0)
-            reaped = 0 if early else self._kill_strays()
-            self._drain(program, "stdout", everything=True)
-            self._drain(program, "stderr", everything=True)
-            status = program.status
-        else:
-            for fd, _ in program.outputs.poll(0):
-                self._drain(program, "stdout" if fd == program.stdout else "stderr", everything=True)
+        status, lost, reaped = self._collect(call, early)
         oom_kills = self.meter.end()
         unstarted = session is None and not program.has_accepted() and not oom_kills and call.verdict is None
         if unstarted and os.WIFSIGNALED(program.status or 0) and not call.retried:
@@ -462,6 +447,29 @@ class Supervisor(Programs):
             program.close()
             if self.owns_all and not self.sessions and not is_file:
                 ipc.clear()
+
+    def _collect(self, call: ProgramCall, early: bool) -> tuple[int | None, bool, int]:
+        """End the processes of a call and read the rest of its output.
+
+        Returns:
+            The exit status as encoded by wait, whether the session is over, and how many processes were left.
+        """
+        program = call.program
+        if call.session is not None:
+            status, lost = self._session_status(call)
+            for fd, _ in program.outputs.poll(0):
+                self._drain(program, "stdout" if fd == program.stdout else "stderr", everything=True)
+            return status, lost, 0
+        self._unwatch_program(program)
+        if program.status is None:
+            if self.owns_all and not self.sessions:
+                tree.kill_at_once()  # others would take CPU time from the one that must exit
+            tree.kill(program.pid)
+            _, program.status, program.rusage = os.wait4(program.pid, 0)
+        reaped = 0 if early else self._kill_strays()
+        self._drain(program, "stdout", everything=True)
+        self._drain(program, "stderr", everything=True)
+        return program.status, False, reaped
 
     def _session_status(self, call: ProgramCall) -> tuple[int | None, bool]:
         """Return (exit status as encoded by wait, whether the session is over)."""
