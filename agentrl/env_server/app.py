@@ -35,6 +35,7 @@ MAX_LISTED = 10_000
 MOST_AHEAD = 16
 """Maximum number of messages of a WebSocket that are queued while one is answered."""
 _SESSION = "mcp-session-id"
+_Page = Callable[[Request], Awaitable[Response]]
 _Receive = Callable[[], Awaitable[object]]
 """Waits for the next message."""
 
@@ -51,11 +52,11 @@ def create_env_app(sessions: Sessions, token: str | None = None) -> ASGIApp:
         WebSocketRoute("/ws", pages.socket),
         WebSocketRoute("/mcp", pages.mcp_socket),
         Route("/list_environments", tasks.environments),
-        Route("/{env}/splits", tasks.splits),
-        Route("/{env}/num_tasks", tasks.count, methods=["POST"]),
-        Route("/{env}/tasks", tasks.span, methods=["POST"]),
-        Route("/{env}/task_range", tasks.span, methods=["POST"]),
-        Route("/{env}/task", tasks.one, methods=["POST"]),
+        Route("/{env}/splits", tasks.of_env(tasks.splits)),
+        Route("/{env}/num_tasks", tasks.of_env(tasks.count), methods=["POST"]),
+        Route("/{env}/tasks", tasks.of_env(tasks.span), methods=["POST"]),
+        Route("/{env}/task_range", tasks.of_env(tasks.span), methods=["POST"]),
+        Route("/{env}/task", tasks.of_env(tasks.one), methods=["POST"]),
     ]
     return _Guard(Starlette(routes=routes, exception_handlers={RequestError: _explained}), token)
 
@@ -228,26 +229,20 @@ class _TaskPages:
 
     async def splits(self, request: Request) -> Response:
         """The splits that have tasks."""
-        return self._checked(request) or _Json([{"name": s, "type": s} for s in self.source.splits])
+        return _Json([{"name": s, "type": s} for s in self.source.splits])
 
     async def count(self, request: Request) -> Response:
         """How many tasks a split has."""
-        if refused := self._checked(request):
-            return refused
         return _Json({"num_tasks": len(self.source.tasks((await _object(request)).get("split")))})
 
     async def one(self, request: Request) -> Response:
         """One task."""
-        if refused := self._checked(request):
-            return refused
         asked = await _object(request)
         task = self.source.task({"split": asked.get("split"), "index": asked.get("index")})
         return _Json({"task": {"id": task.id, "split": asked.get("split"), "index": asked.get("index")}})
 
     async def span(self, request: Request) -> Response:
         """The tasks from `start` to `stop`."""
-        if refused := self._checked(request):
-            return refused
         asked = await _object(request)
         tasks = self.source.tasks(split := asked.get("split"))
         places = range(len(tasks))[_bound(asked, "start") : _bound(asked, "stop")]
@@ -256,11 +251,16 @@ class _TaskPages:
         listed = [{"id": tasks[i].id, "split": split, "index": i} for i in places]
         return _Json({"tasks": listed, "env_name": self.source.name})
 
-    def _checked(self, request: Request) -> Response | None:
-        name = request.path_params["env"]
-        if name.lower() == self.source.name.lower():
-            return None
-        return _Json({"detail": f"unknown environment {name!r}; this is {self.source.name!r}"}, 404)
+    def of_env(self, answer: _Page) -> _Page:
+        """The page of a route that names the env; another name is an error."""
+
+        async def checked(request: Request) -> Response:
+            name = request.path_params["env"]
+            if name.lower() != self.source.name.lower():
+                return _Json({"detail": f"unknown environment {name!r}; this is {self.source.name!r}"}, 404)
+            return await answer(request)
+
+        return checked
 
 
 @dataclass(frozen=True, slots=True)
