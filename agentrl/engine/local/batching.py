@@ -339,10 +339,11 @@ class Batcher:
         usable = np.minimum(np.minimum(common, len(ids) - 1), table.computed)
         running = np.where(table.active, common, 0)
         source, coming = int(usable.argmax()), int(running.argmax())
-        wait = min(int(running[coming]), len(ids) - 1) >= usable[source] + WORTH_WAITING
+        shared = min(int(running[coming]), len(ids) - 1)
+        wait = shared >= usable[source] + WORTH_WAITING
         twin = wait and self._shares and common[coming] == len(ids) == table.known[coming]
         if wait and not twin:
-            request.leader, request.shared = table.request[coming], min(int(running[coming]), len(ids) - 1)
+            request.leader, request.shared = table.request[coming], shared
             return False
         slot = self._free_slot() if slot is None else slot
         if slot is None:
