@@ -96,16 +96,15 @@ class EngineCore:
         path: str | Path,
         *,
         dtype: str = "float32",
-        device: str = "cpu",
         routes: bool = False,
         **bounds: Unpack[Bounds],
     ) -> EngineCore:
-        """Load the model from a Hugging Face directory.
+        """Load the model from a Hugging Face directory, on the CPU.
 
         Raises:
             ConfigError: the directory or the model cannot be used.
         """
-        return cls(load_model(path, dtype=dtype, device=device), routes=routes, **bounds)
+        return cls(load_model(path, dtype=dtype, device="cpu"), routes=routes, **bounds)
 
     def update(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Replace the weights between two steps.
