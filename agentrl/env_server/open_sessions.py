@@ -7,6 +7,7 @@ import time
 import uuid
 from dataclasses import dataclass, field
 
+from agentrl.async_tasks import spawn
 from agentrl.env_server.served import EnvSource
 from agentrl.env_server.session import EnvSession
 
@@ -74,10 +75,7 @@ class Sessions:
         return slot is not None
 
     def _close(self, session: EnvSession) -> asyncio.Task[None]:
-        closing = asyncio.create_task(session.close())
-        self.closing.add(closing)
-        closing.add_done_callback(self.closing.discard)
-        return closing
+        return spawn(self.closing, session.close())
 
     async def close_all(self) -> None:
         """Close every session, and wait for those that are closing."""

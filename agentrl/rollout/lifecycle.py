@@ -22,6 +22,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from agentrl.async_tasks import shielded
 from agentrl.clean import clean_message, clean_text
 from agentrl.env.env import Env, StepInfo
 from agentrl.env.tasks import with_own_row
@@ -44,7 +45,6 @@ from agentrl.errors import (
     traceback_of,
 )
 from agentrl.sandbox import SandboxBroken, met_inside
-from agentrl.shielded import shielded
 from agentrl.types import HINT_FAULT, SANDBOX_FAULT, SOLVED_FAULT, Episode, Message, StopReason, Task, Turn
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from agentrl.async_tasks import shielded
 from agentrl.errors import SandboxError
 from agentrl.sandbox import trees
 from agentrl.sandbox.box_session import BoxSession
@@ -30,7 +31,6 @@ from agentrl.sandbox.contract import (
 from agentrl.sandbox.errors import SandboxBroken, SandboxCreateTimeout, SandboxDied
 from agentrl.sandbox.inside import frames, packing
 from agentrl.sandbox.results import result_of
-from agentrl.shielded import shielded
 
 CHUNK = 2 << 20
 FILE_LIMITS: CallLimits = (60.0, 0, 4 << 20, 4 << 20)

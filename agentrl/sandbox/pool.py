@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import cast
 
+from agentrl.async_tasks import spawn
 from agentrl.errors import ConfigError, SandboxError
 from agentrl.sandbox import canary
 from agentrl.sandbox.box import Box
@@ -179,7 +180,7 @@ class SandboxPool:
         """Destroy a leased sandbox in any state; idempotent, and completes even if cancelled."""
         if self._leased.pop(box, None) is None:
             return
-        await asyncio.shield(self._spawn(self._discard(box)))
+        await asyncio.shield(spawn(self._tasks, self._discard(box)))
 
     @property
     def is_closed(self) -> bool:
@@ -240,7 +241,7 @@ class SandboxPool:
                 self._counters["died_idle"] += 1
                 await self._discard(box)
             except asyncio.CancelledError:
-                self._spawn(self._discard(box))
+                spawn(self._tasks, self._discard(box))
                 raise
             else:
                 return box
@@ -337,7 +338,7 @@ class SandboxPool:
         while len(self._idle) + self._refilling < self.min_idle and self._total < self.max_total:
             self._total += 1
             self._refilling += 1
-            self._spawn(self._make_idle())
+            spawn(self._tasks, self._make_idle())
 
     async def _make_idle(self) -> None:
         try:
@@ -357,9 +358,3 @@ class SandboxPool:
             self._total -= 1
             if not self._closed:
                 self._advance()
-
-    def _spawn(self, work: collections.abc.Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task

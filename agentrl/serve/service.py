@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from agentrl.async_tasks import spawn
 from agentrl.chat.parsers.parser import unsound
 from agentrl.chat.template import Renderer
 from agentrl.engine.base import Engine, Structure, StructureRefused, TokenLogprob
@@ -148,9 +149,7 @@ class ChatService:
         """Create a session for many conversations; conversations it forgets are dropped by the engine too."""
 
         def forgotten(conversation: str) -> None:
-            task = asyncio.ensure_future(self.engine.release(conversation))
-            self._releasing.add(task)
-            task.add_done_callback(self._releasing.discard)
+            spawn(self._releasing, self.engine.release(conversation))
 
         return Conversations(self.renderer, max_tokens=max_tokens, on_forgotten=forgotten)
 

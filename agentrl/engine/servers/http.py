@@ -18,6 +18,7 @@ from typing import Any
 import anyio
 import httpx
 
+from agentrl.async_tasks import spawn
 from agentrl.config.address import without_credentials
 from agentrl.errors import EngineError
 
@@ -255,7 +256,7 @@ class Transport(httpx.AsyncBaseTransport):
             return None
 
         self._asking.add(scope)
-        task = self._apart(ask())
+        task = spawn(self._tasks, ask())
         try:
             answer = await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -282,18 +283,12 @@ class Transport(httpx.AsyncBaseTransport):
 
     async def clean_up(self, work: Coroutine[Any, Any, None]) -> None:
         """Await a task that continues even if its caller is cancelled."""
-        await asyncio.shield(self._apart(work))
-
-    def _apart(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        await asyncio.shield(spawn(self._tasks, work))
 
     def _drop(self, task: asyncio.Task[httpx.Response | None]) -> None:
         """Discard an answer or error that nobody waits for."""
         if not task.cancelled() and task.exception() is None and (answer := task.result()) is not None:
-            self._apart(answer.aclose())
+            spawn(self._tasks, answer.aclose())
 
 
 class _Stream(httpx.AsyncByteStream):

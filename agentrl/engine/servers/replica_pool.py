@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import httpx
 
+from agentrl.async_tasks import spawn
 from agentrl.engine.servers.client import InferenceServer, ServerAnswer
 from agentrl.engine.servers.http import ServerLost, ServerRestarted, ServerTaken
 from agentrl.errors import EngineError, first_error
@@ -289,7 +290,7 @@ class ReplicaPool:
         self._tell(f"{replica.host.name} is lost ({reason}); its requests are being retried")
         for call in list(replica.calls):
             call.cancel(LOST)
-        self._spawn(self._recover(replica, reason))
+        spawn(self._tasks, self._recover(replica, reason))
 
     def awake(self, replica: Replica) -> None:
         """Mark the server as awake."""
@@ -406,7 +407,7 @@ class ReplicaPool:
             self._set_ready(replica, True)
 
         await self._prepare(server, usable)
-        replica.watch = self._spawn(self._watch(replica, server))
+        replica.watch = spawn(self._tasks, self._watch(replica, server))
 
     async def _start_first(self, replica: Replica) -> None:
         """Start a server; one that is busy, or whose connection broke, may answer in a moment."""
@@ -481,12 +482,6 @@ class ReplicaPool:
             server, replica.server = replica.server, None
             with contextlib.suppress(EngineError):
                 await server.close()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 LOST = "the server is lost"

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from agentrl.async_tasks import spawn
 from agentrl.engine.base import (
     Engine,
     EngineCapabilities,
@@ -354,9 +355,7 @@ class ServedEngine(Engine):
             with contextlib.suppress(EngineError):  # the server is gone, and the request with it
                 await server.abort(request)
 
-        task = asyncio.get_running_loop().create_task(abort())
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+        spawn(self._aborts, abort())
 
     # -- weights -----------------------------------------------------------------------------------------------
 
