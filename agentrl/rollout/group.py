@@ -14,8 +14,8 @@ from agentrl.env.toolenv.asked import asking
 from agentrl.env.toolenv.dispatch import no_exit
 from agentrl.env.toolenv.json_schema import shorten
 from agentrl.env.toolenv.observe import error_text
-from agentrl.errors import AgentRLError, InfraError, JudgeError, RewardError, first_error, traceback_of
-from agentrl.rollout.lifecycle import EpisodeStatus, check_clock, close_env, finite, is_ours, raised
+from agentrl.errors import InfraError, JudgeError, RewardError, first_error, traceback_of
+from agentrl.rollout.lifecycle import PASSED_ON, EpisodeStatus, check_clock, close_env, finite, is_ours, raised
 from agentrl.rollout.rewards.model import RewardModel
 from agentrl.rollout.seeds import draw_seed
 from agentrl.run_folder.redraws import RedrawGuard
@@ -229,7 +229,7 @@ async def _group_rewards(
             found = () if isinstance(e.rewards, Mapping) else e.rewards
         except Exception as e:
             cause = raised(e)
-            if isinstance(cause, AgentRLError):
+            if isinstance(cause, PASSED_ON):
                 raise cause from (None if cause is e else e)
             if clock.expired() and asked.waiting:
                 raise JudgeError(f"{where}: no answer of {asked.waiting[0]} in {timeout_s:g} s") from None

@@ -34,7 +34,7 @@ from agentrl.env.toolenv.observe import error_text
 from agentrl.env.toolenv.rewards import LARGEST, BadReward, check_number
 from agentrl.env.toolenv.threads import CallTimeout, ToolRaised
 from agentrl.errors import (
-    AgentRLError,
+    ConfigError,
     EngineError,
     EnvError,
     InfraError,
@@ -54,6 +54,8 @@ CLOSE_TIMEOUT_S = 60.0
 """Limit of closing an env that was only looked at."""
 _NAME = 200
 """Maximum length of a reward or metric name, in characters."""
+PASSED_ON = (InfraError, ConfigError, TemplateError)
+"""Errors that mean the same in whatever method of an env they are raised; all others are the author's."""
 
 
 @dataclass(slots=True)
@@ -218,14 +220,17 @@ def attribution(episode: OpenEpisode) -> Iterator[None]:
     except InfraError as e:  # this episode is lost, its siblings are not
         _lose(episode, e)
     except (EnvError, TemplateError) as e:
-        if isinstance(e, TemplateError) and not episode.turns:
-            raise
+        if not episode.turns:  # the policy has not acted
+            if isinstance(e, TemplateError):
+                raise
+            _lose(episode, e)
+            return
         episode.faults["step" if isinstance(e, EnvError) else "template"] = str(e)
         episode.stop = StopReason.FAULT
         episode.judge_solved()
 
 
-def _lose(episode: OpenEpisode, error: InfraError) -> None:
+def _lose(episode: OpenEpisode, error: InfraError | EnvError) -> None:
     episode.error = f"{type(error).__name__}: {error}"
     episode.stop = StopReason.INFRA
 
@@ -312,7 +317,7 @@ def _made(make_env: Callable[[], Env]) -> Env:
     try:
         with wrapping_exits():
             return make_env()
-    except AgentRLError:
+    except PASSED_ON:
         raise
     except Exception as e:  # the author's: it may fail although it was made before
         cause = raised(e)
@@ -333,7 +338,7 @@ async def reset_env(env: Env, episode: OpenEpisode) -> Sequence[Message]:
     except Exception as e:
         check_clock(episode.clock)
         cause = raised(e)
-        if isinstance(cause, AgentRLError):
+        if isinstance(cause, PASSED_ON):
             raise cause from (None if cause is e else e)
         if is_ours(env, "reset"):
             raise
@@ -357,13 +362,13 @@ async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -
     except Exception as e:
         check_clock(episode.clock)
         cause = raised(e)
-        if not isinstance(cause, AgentRLError) and is_ours(env, "step"):
-            raise
-        if isinstance(cause, AgentRLError):
+        if isinstance(cause, PASSED_ON):
             refused = isinstance(cause, TemplateError) and len(episode.turns) > 1  # the policy's text
-            if not refused and not isinstance(cause, SandboxBroken | EnvError):
+            if not refused and not isinstance(cause, SandboxBroken):
                 episode.turns.pop()  # the episode is played again, or the run ends
             raise cause from (None if cause is e else e)
+        if isinstance(cause, EnvError) or is_ours(env, "step"):
+            raise
         raise EnvError(f"{type(env).__name__}.step: {error_text(cause)}\n{traceback_of(cause)}") from e
     finally:
         if episode.turns and episode.turns[-1] is turn:
@@ -429,7 +434,7 @@ async def score_env(env: Env, episode: OpenEpisode, timeout_s: float) -> None:
             rewards = e.rewards if isinstance(e.rewards, Mapping) else {}
         except Exception as e:
             cause = raised(e)
-            if isinstance(cause, AgentRLError):
+            if isinstance(cause, PASSED_ON):
                 raise cause from (None if cause is e else e)
             if not clock.expired() and is_ours(env, "score"):
                 raise
@@ -459,7 +464,7 @@ async def _ask_hint(env: Env, episode: OpenEpisode, timeout_s: float) -> None:
             name, fault = SANDBOX_FAULT, f"{where}: {e}"
         except Exception as e:
             cause = raised(e)
-            if isinstance(cause, AgentRLError):
+            if isinstance(cause, PASSED_ON):
                 raise cause from (None if cause is e else e)
             late = isinstance(e, TimeoutError | CallTimeout)
             if late and asked.waiting:

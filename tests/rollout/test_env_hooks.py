@@ -21,7 +21,7 @@ from agentrl.env.rows import load_rows
 from agentrl.env.solved import SolvedAt
 from agentrl.env.toolenv.dispatch import no_exit
 from agentrl.env.toolenv.threads import ToolRaised
-from agentrl.errors import ConfigError, InfraError, JudgeError
+from agentrl.errors import ConfigError, EnvError, InfraError, JudgeAnswerError, JudgeError
 from agentrl.rollout.episode import Player
 from agentrl.rollout.group import GroupPlayer
 from agentrl.rollout.limits import EpisodeLimits
@@ -134,6 +134,8 @@ RAISED = {
     "it quit": Quit("enough"),
     "a task that it awaited was canceled": asyncio.CancelledError(),
     "it said nothing": Silent(),
+    "its judge refused": JudgeAnswerError("no"),
+    "it raised an error of agentrl": EnvError("no"),
 }
 
 

@@ -17,7 +17,15 @@ from agentrl.chat.transcript import Transcript, rows_of
 from agentrl.env import ToolEnv, reward, tool
 from agentrl.env.env import Env, StepInfo
 from agentrl.envs.calculator import Calculator
-from agentrl.errors import EngineError, InfraError, JudgeError, SandboxError, TemplateError
+from agentrl.errors import (
+    EngineError,
+    EnvError,
+    InfraError,
+    JudgeAnswerError,
+    JudgeError,
+    SandboxError,
+    TemplateError,
+)
 from agentrl.learner.pack import packed_size
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.episode import Player, run_episode
@@ -320,6 +328,14 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"reset": TimeoutError("no server")},
         "InfraError: Scene.reset: TimeoutError: no server",
     ),
+    "reset raises an error of agentrl": (
+        {"reset": EnvError("x")},
+        "InfraError: Scene.reset: EnvError: x\nTraceback",
+    ),
+    "reset meets a judge that refuses": (
+        {"reset": JudgeAnswerError("no")},
+        "InfraError: Scene.reset: JudgeAnswerError: no",
+    ),
     "step loses its service": ({"step": InfraError("gone")}, "InfraError: gone"),
     "score loses its judge": ({"score": JudgeError("gone")}, "JudgeError: gone"),
 }
@@ -327,11 +343,24 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, float]] = {
     "step raises": ({"step": RuntimeError("a bug")}, "step", "Scene.step: RuntimeError: a bug\nTraceback", 0.0),
     "step recurses for ever": ({"step": RecursionError("deep")}, "step", "Scene.step: RecursionError: deep", 0.0),
     "step meets a timeout of its own": ({"step": TimeoutError("x")}, "step", "Scene.step: TimeoutError: x", 0.0),
+    "step meets a judge that refuses": (
+        {"step": JudgeAnswerError("no")},
+        "step",
+        "Scene.step: JudgeAnswerError: no\nTraceback",
+        0.0,
+    ),
     "a turn's reward is nan": ({"reward": math.nan}, "step", "Scene.step returned the reward nan", 1.0),
     "a turn's reward is text": ({"reward": "1"}, "step", "Scene.step returned the reward '1'", 1.0),
     "score raises": ({"score": ValueError("no")}, "score", "Scene.score raised ValueError: no\nTraceback", 0.0),
     "score hangs": ({"score": "for ever"}, "score", "Scene.score took longer than 0.3 s", 0.0),
     "score meets a timeout of its own": ({"score": TimeoutError("x")}, "score", "Scene.score raised Timeout", 0.0),
+    "score meets a judge that refuses": (
+        {"score": JudgeAnswerError("no")},
+        "score",
+        "Scene.score raised JudgeAnswerError: no\nTraceback",
+        0.0,
+    ),
+    "score raises an error of agentrl": ({"score": EnvError("x")}, "score", "Scene.score raised EnvError: x", 0.0),
     "a reward is nan": ({"score": {"ok": 1.0, "a": math.nan}}, "a", "reward 'a' of Scene is nan", 1.0),
     "a reward is infinite": ({"score": {"a": -math.inf}}, "a", "reward 'a' of Scene is -inf", 0.0),
     "a reward is text": ({"score": {"a": "0.5"}}, "a", "reward 'a' of Scene is '0.5'", 0.0),
