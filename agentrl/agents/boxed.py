@@ -21,9 +21,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentrl.agents.forwarder import PROGRAM
-from agentrl.agents.program import TAIL_BYTES, Access, AgentCrashedError, AgentTask
+from agentrl.agents.program import MAX_CRASH, TAIL_BYTES, Access, AgentCrashedError, AgentTask
 from agentrl.errors import ConfigError, SandboxError
-from agentrl.sandbox import Box, BoxSnapshot, Sandbox, SandboxPool
+from agentrl.sandbox import Box, BoxSnapshot, Sandbox, SandboxBroken, SandboxPool
 from agentrl.scratch import ScratchFolder
 from agentrl.serve.listen import serving
 from agentrl.suggest import did_you_mean
@@ -66,12 +66,23 @@ def box_spec(options: Mapping[str, object], timeout_s: float) -> Sandbox:
                 f"agent.sandbox.{name}: has no effect here; `agent.crash` decides what failures mean"
             )
     values.setdefault("wall_s", SHARE * timeout_s)
+    values.setdefault("ttl_s", max(Sandbox.ttl_s, timeout_s))
     values.setdefault("stdout_bytes", TAIL_BYTES)
     values.setdefault("stderr_bytes", TAIL_BYTES)
     try:
         spec = Sandbox(**values)  # type: ignore[arg-type] # Sandbox checks the types itself
     except ConfigError as e:
         raise ConfigError(f"agent.sandbox: {e}") from e
+    if spec.wall_s >= timeout_s:
+        raise ConfigError(
+            f"agent.sandbox.wall_s {spec.wall_s:g}: must be less than rollout.timeout_s ({timeout_s:g}), which "
+            "also covers reading the program's files; lower it, or raise rollout.timeout_s"
+        )
+    if spec.ttl_s < timeout_s:
+        raise ConfigError(
+            f"agent.sandbox.ttl_s {spec.ttl_s:g}: the sandbox would end during an episode, which may take "
+            f"rollout.timeout_s ({timeout_s:g}); remove the key"
+        )
     for path in (*spec.readonly, *spec.python_path):
         if spec.backend == "namespace" and not Path(path).exists():
             raise ConfigError(f"agent.sandbox: {path}: no such file or folder")
@@ -136,9 +147,13 @@ class BoxedAgent:
         async with episode_socket(gate) as folder, _new_box(self.spec, folder) as box:
             given = await _lend(task.box, box) if task.box is not None else None
             order = json.dumps(self._order(task, access, f"{folder}/s"), default=str).encode()
-            result = await box.python(PROGRAM, stdin=order)
+            try:
+                result = await box.python(PROGRAM, stdin=order)
+                files = await _files(box) if task.box is not None else None
+            except SandboxBroken as e:  # `agent.crash` decides, as for all that the program does to it
+                raise AgentCrashedError(f"its sandbox has ended: {e}"[:MAX_CRASH]) from e
             if task.box is not None:
-                await _return(box, task.box, given)
+                await _return(files, task.box, given)
         if not result.ok:
             said = (result.error_text() or result.text()).strip().splitlines()
             what = f"exit code {result.exit_code}" if result.outcome == "exit" else result.outcome
@@ -162,17 +177,20 @@ async def _lend(env: Box, box: Box) -> BoxSnapshot:
     return given
 
 
-async def _return(box: Box, env: Box, given: BoxSnapshot | None) -> None:
+async def _files(box: Box) -> BoxSnapshot:
+    """The program's files. Raises AgentCrashedError if they cannot be read."""
+    try:
+        return await box.snapshot()
+    except OSError as e:
+        raise AgentCrashedError(f"its files cannot be read: {e}") from e
+
+
+async def _return(files: BoxSnapshot | None, env: Box, given: BoxSnapshot | None) -> None:
     """Copy the program's files into the env's sandbox; if that fails, the env gets its own files back.
 
     Raises:
-        AgentCrashedError: they cannot be read, or do not fit: several names of one file become several files, for
-            example.
+        AgentCrashedError: they do not fit: several names of one file become several files, for example.
     """
-    try:
-        files = await box.snapshot()
-    except OSError as e:
-        raise AgentCrashedError(f"its files cannot be read: {e}") from e
     try:
         await env.reset(to=files)
     except OSError as e:

@@ -451,6 +451,37 @@ async def test_a_program_that_breaks_its_sandbox_is_scored(renderer: Renderer, c
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("crash", ["score", "infra"])
+async def test_a_sandbox_that_ends_with_its_program_is_a_crash(renderer: Renderer, crash: Any):
+    class Untouched(Notes):
+        @reward
+        def noted(self) -> float:
+            return -1.0
+
+    async with boxed(
+        engine_of(renderer, [say("11")]), renderer, program("ask()\nwhile True: pass"), Untouched
+    ) as player:
+        agent = player.agent
+        assert isinstance(agent, BoxedAgent)
+        short = replace(agent, spec=replace(agent.spec, ttl_s=5.0))
+        found = await replace(player, agent=short, crash=crash).play(Task("t"), episode_id="e", seed=1)
+    assert found.crash.startswith("its sandbox has ended: ")
+    if crash == "infra":
+        assert (found.stop_reason, found.reward) == (StopReason.INFRA, None)
+    else:
+        assert (found.stop_reason, found.reward, found.metrics["agent/crashed"]) == (
+            StopReason.ANSWERED,
+            -1.0,
+            1.0,
+        )
+
+
+def test_a_sandbox_lasts_as_long_as_its_episode():
+    spec = box_spec({}, 7200.0)
+    assert (spec.wall_s, spec.ttl_s) == (6480.0, 7200.0)
+
+
+@pytest.mark.timeout(60)
 async def test_files_that_do_not_fit_into_the_sandbox_of_the_env_are_not_its_files(renderer: Renderer):
     twins = "open('a', 'wb').write(b'x' * (30 << 20)); [os.link('a', f'a{n}') for n in range(4)]"
     code = f"ask(); open('note.txt', 'w').write('from the env: 11'); {twins}"
@@ -489,6 +520,8 @@ async def test_a_turn_with_tools_is_recorded_as_sampled(renderer: Renderer):
         ({"backend": "process"}, "cannot keep a program from other addresses; use 'namespace' or 'docker'"),
         ({"network": True}, "agent.sandbox.network: the only address"),
         ({"death_reward": -1.0}, "agent.sandbox.death_reward: has no effect here"),
+        ({"wall_s": 60.0}, r"agent.sandbox.wall_s 60: must be less than rollout.timeout_s \(60\)"),
+        ({"ttl_s": 30.0}, r"agent.sandbox.ttl_s 30: the sandbox would end during an episode"),
         ({"readonly": ["/no/such/folder"]}, "/no/such/folder: no such file or folder"),
     ],
 )
