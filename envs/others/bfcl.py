@@ -7,6 +7,7 @@ checker evaluates them as Python text instead, so only its comparisons of states
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import functools
 import importlib
@@ -265,14 +266,12 @@ def run_call(apis: Mapping[str, Any], name: str, arguments: Mapping[str, Any]) -
         if method is None:
             raise NameError(f"name '{name}' is not defined")
         value = method(**arguments)
+        if isinstance(value, dict):
+            with contextlib.suppress(TypeError, ValueError):
+                return json.dumps(value)
+        return str(value)  # raises for a number of more digits than Python converts
     except Exception as e:
         return f"Error during execution: {e}"
-    if isinstance(value, dict):
-        try:
-            return json.dumps(value)
-        except (TypeError, ValueError):
-            return str(value)
-    return str(value)
 
 
 def api_method(apis: Mapping[str, Any], name: str) -> Callable[..., Any] | None:
@@ -299,7 +298,7 @@ def read_calls(text: str) -> list[Call]:
         tree = _parsed(text)
         nodes = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
         return [_call(node) for node in nodes]
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):  # TypeError: of a set of lists
         return []
 
 

@@ -10,7 +10,7 @@ from agentrl import ConfigError, load_config
 from agentrl.env.checker import EnvCheckError, check_env
 from agentrl.env.load import load_env
 from agentrl.env.play import RandomPolicy, ScriptedPolicy, call, play
-from agentrl.envs.others.bfcl import read_calls
+from agentrl.envs.others.bfcl import read_calls, run_call
 from agentrl.preflight.dry_run import rehearse
 from bench.reach import ECOSYSTEMS, played
 
@@ -89,8 +89,27 @@ def test_calls_in_python_text_are_parsed_and_never_evaluated():
         "f(",
         "(" * 9999,
         "[f(**{})]x",
+        "[f(a={[]})]",
+        "[f(a={[]: 1})]",
     ):
         assert read_calls(text) == []
+
+
+async def test_numbers_without_end_are_answered():
+    class Api:
+        def same(self, value: object) -> object:
+            return value
+
+    huge = 1 << 20_000
+    for value in (huge, {"a": huge}, [huge]):
+        assert run_call({"Api": Api()}, "same", {"value": value}).startswith(
+            "Error during execution: Exceeds the limit"
+        )
+    assert run_call({"Api": Api()}, "same", {"value": {"a": {1}}}) == "{'a': {1}}"
+    env = load_env("bfcl:multi_turn_base", {"format": "python", "strict": False})
+    cut = f"[ls(a=0x{'f' * 6000})]"
+    episode = await play(env(), env.tasks("train")[0], ScriptedPolicy([cut, "[ls(a={[]})]"]))
+    assert episode.solved is False
 
 
 async def test_private_methods_cannot_be_called():
