@@ -3,7 +3,8 @@
 A row is one of NeMo Gym: `responses_create_params` (input and tools of the Responses API) and the server's
 columns. The tools of the row are the tools of the task; each call is posted to the path of its name, in a session
 of cookies. The conversation is sent to `/verify` as a Responses object; its `reward`, or the parts that add up to
-it, is the reward.
+it, is the reward. A connection that is lost in a call, or a call that is not answered in time, may be the policy's
+doing: it is an observation if the server then opens a new session, else an infrastructure failure.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from agentrl.env.toolenv.declare import reward
 from agentrl.env.toolenv.dispatch import BoundTool
 from agentrl.env.toolenv.env import ToolEnv
 from agentrl.env.toolenv.jsonschema import check_arguments
-from agentrl.env.toolenv.observe import error_text, plain_text
+from agentrl.env.toolenv.observe import ToolError, error_text, plain_text
 from agentrl.env.toolenv.threads import CallTimeout
 from agentrl.errors import ConfigError, InfraError
 from agentrl.types import Episode, Message, Role, ToolCall
@@ -39,6 +40,10 @@ UNAVAILABLE = (429, 502, 503, 504)
 """Status codes of a server that is busy or not there; what the policy wrote does not cause them."""
 WAITS_S = (0.5, 1.0, 2.0, 4.0)
 """How long to wait before each further request to such a server."""
+BUSY = (429, 503)
+"""Those of a server that has not begun with the request."""
+PROBE_S = 30.0
+"""Timeout of a new session that shows whether the server is up."""
 SPARE_S = 5.0
 """How much longer `setup` may take than its request."""
 VERIFY_S = 86_400.0
@@ -87,8 +92,17 @@ class NemoGym(ToolEnv, Adapter):
     async def setup(self, responses_create_params: Mapping[str, object], **row: object) -> list[Message]:
         """Open a session with the row."""
         self._opening_messages = read_input(responses_create_params, self.task.id)
+        self.http = self._client()
+        answer = await self.post("seed_session", dict(self.task.row), self.options.verify_timeout_s)
+        if answer.is_error:
+            raise InfraError(f"nemo_gym: {self.url}/seed_session: {answer.status_code}: {answer.text[:300]}")
+        if answer.content and isinstance(said := answer.json(), dict) and said.get("mcp"):
+            raise ConfigError(f"nemo_gym: {self.url} offers its tools over MCP, which this adapter does not use")
+        return self._opening_messages
+
+    def _client(self) -> httpx.AsyncClient:
         local = httpx.URL(self.url).host in ("localhost", "127.0.0.1", "::1")
-        self.http = httpx.AsyncClient(
+        return httpx.AsyncClient(
             base_url=self.rest,
             verify=_certificates(),
             trust_env=not local,
@@ -96,12 +110,49 @@ class NemoGym(ToolEnv, Adapter):
             # Servers close idle connections after 5 s; a request sent while one is closing is lost.
             limits=httpx.Limits(keepalive_expiry=2.0),
         )
-        answer = await self.post("seed_session", dict(self.task.row), self.options.verify_timeout_s)
-        if answer.is_error:
-            raise InfraError(f"nemo_gym: {self.url}/seed_session: {answer.status_code}: {answer.text[:300]}")
-        if answer.content and isinstance(said := answer.json(), dict) and said.get("mcp"):
-            raise ConfigError(f"nemo_gym: {self.url} offers its tools over MCP, which this adapter does not use")
-        return self._opening_messages
+
+    async def call(self, name: str, arguments: JsonObject, timeout_s: float | None) -> str:
+        """Call a tool; the body of the answer is the result, also of an error. A busy server is asked again.
+
+        Raises:
+            ToolError: the connection was lost, and the server opens new sessions.
+            CallTimeout: no answer in time, and the server opens new sessions.
+            InfraError: the server is down, or stays busy.
+        """
+        for wait_s in (*WAITS_S, 0.0):
+            try:
+                answer = await self.post(name, arguments, timeout_s)
+            except CallTimeout as e:
+                await self._check_up(f"nemo_gym: {self.url}/{name}: {e}")
+                raise
+            except InfraError as e:
+                await self._check_up(str(e))
+                raise ToolError("the connection to the tool server was lost during the call") from e
+            problem = f"nemo_gym: {self.url}/{name}: {answer.status_code}: {answer.text[:300]}"
+            if answer.status_code not in BUSY:
+                if answer.status_code in UNAVAILABLE:  # a proxy has lost the server
+                    await self._check_up(problem)
+                return answer.text
+            await asyncio.sleep(wait_s)
+        raise InfraError(problem)
+
+    async def _check_up(self, problem: str) -> None:
+        """Raises InfraError if the server opens no new session."""
+        said = ""
+        for wait_s in (*WAITS_S, 0.0):
+            async with self._client() as http:
+                try:
+                    answer = await http.post("/seed_session", json=dict(self.task.row), timeout=PROBE_S)
+                    if answer.is_success:
+                        return
+                    said = f"{answer.status_code}: {answer.text[:300]}"
+                except httpx.TimeoutException:
+                    said = f"no answer after {PROBE_S:g} s"
+                    break
+                except httpx.HTTPError as e:
+                    said = error_text(e)
+            await asyncio.sleep(wait_s)
+        raise InfraError(f"{problem}, and the server is down: /seed_session: {said}")
 
     async def post(self, path: str, body: JsonObject, timeout_s: float | None) -> httpx.Response:
         """Post to a path of the server in the episode's session.
@@ -125,16 +176,28 @@ class NemoGym(ToolEnv, Adapter):
         return answer
 
     async def _verified(self, body: JsonObject) -> httpx.Response:
-        """The answer of `/verify`. A busy or absent server is asked again for some seconds. Raises InfraError."""
+        """The answer of `/verify`. A busy or absent server is asked again for some seconds.
+
+        Raises:
+            InfraError: it stays busy or absent, or does not answer in time.
+            ValueError: it loses the connection each time, and opens new sessions: this episode may be the cause.
+        """
         for wait_s in (*WAITS_S, 0.0):
+            lost = False
             try:
                 answer = await self.post("verify", body, self.options.verify_timeout_s)
+                problem = f"nemo_gym: {self.url}/verify: {answer.status_code}: {answer.text[:300]}"
+                if answer.status_code not in UNAVAILABLE:
+                    return answer
             except CallTimeout as e:
                 raise InfraError(f"nemo_gym: {self.url}/verify: {e}") from None
-            if answer.status_code not in UNAVAILABLE:
-                return answer
+            except InfraError as e:
+                problem, lost = str(e), True
             await asyncio.sleep(wait_s)
-        raise InfraError(f"nemo_gym: {self.url}/verify: {answer.status_code}: {answer.text[:300]}")
+        if not lost:
+            raise InfraError(problem)
+        await self._check_up(problem)
+        raise ValueError(problem)
 
     @reward(timeout_s=VERIFY_S)
     async def verify(self, episode: Episode) -> Mapping[str, float]:
@@ -186,8 +249,8 @@ class _RowTool:
         return check_arguments({}, arguments)
 
     async def call(self, arguments: JsonObject, timeout_s: float | None) -> str:
-        """Post the arguments; the body of the answer is the result, also of an error."""
-        return (await self._env.post(self.name, arguments, timeout_s)).text
+        """Post the arguments; see `NemoGym.call`."""
+        return await self._env.call(self.name, arguments, timeout_s)
 
 
 def read_input(params: Mapping[str, object], task: str) -> list[Message]:

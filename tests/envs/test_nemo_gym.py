@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -257,6 +259,63 @@ async def test_a_connection_that_the_server_may_be_closing_is_not_used_again():
         )
         assert observation[0].content == "{}"
         await env.close()
+
+
+async def unsteady(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A server that loses the connection where a path or a row says so, hangs, or is busy."""
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head.lower())
+            body = await reader.readexactly(int(length.group(1)) if length else 0)
+            path = head.split()[1]
+            if path == b"/crash" or (path == b"/verify" and b"crash!" in body):
+                break
+            if path == b"/hang":
+                await reader.read(1)  # until the client gives up
+                break
+            status = {b"/busy": b"503 Busy", b"/proxy": b"502 Bad Gateway"}.get(path, b"200 OK")
+            answer = {b"/verify": b'{"reward": 1.0}', b"/seed_session": b"{}"}.get(path, b"later")
+            writer.write(b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n%s" % (status, len(answer), answer))
+    writer.close()
+
+
+@pytest.fixture
+async def shaky(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
+    monkeypatch.setattr("agentrl.envs.others.nemo_gym.WAITS_S", (0.0, 0.0))
+    async with await asyncio.start_server(unsteady, "127.0.0.1", 0) as started:
+        yield f"http://127.0.0.1:{started.sockets[0].getsockname()[1]}"
+
+
+def row_of(*tools: str) -> Task:
+    params = {"input": "Go.", "tools": [function(name) for name in tools]}
+    return Task("t", {"responses_create_params": params})
+
+
+@pytest.mark.parametrize(
+    ("tool", "seen"),
+    [
+        ("crash", "the connection to the tool server was lost during the call"),
+        ("hang", "hang timed out: no result after 0.5 s"),
+        ("proxy", "later"),
+    ],
+)
+async def test_a_call_that_the_server_does_not_survive_is_an_observation(shaky: str, tool: str, seen: str):
+    env = nemo_gym(shaky)
+    env.settings = replace(env.settings, tool_timeout_s=0.5)
+    episode = await play(env(), row_of(tool, "other"), ScriptedPolicy([call(tool), call("other")]))
+    assert next(str(m.content) for m in episode.messages if m.role == "tool").endswith(seen)
+    assert episode.reward == 1.0
+
+
+async def test_a_server_that_stays_busy_is_infrastructure(shaky: str):
+    with pytest.raises(InfraError, match="/busy: 503: later"):
+        await play(nemo_gym(shaky)(), row_of("busy"), ScriptedPolicy([call("busy")]))
+
+
+async def test_an_episode_that_its_verifier_does_not_survive_earns_nothing(shaky: str):
+    with pytest.raises(RewardError, match="/verify: RemoteProtocolError"):
+        await play(nemo_gym(shaky)(), row_of("other"), ScriptedPolicy([say("crash!")]))
 
 
 async def test_a_server_that_is_gone_is_infrastructure():
