@@ -29,6 +29,8 @@ MAX_BYTES = 100 << 20
 """Largest message of a server."""
 RESTART_S = (1.0, 2.0)
 """How long to wait for a server that may be starting again."""
+PROBE_S = 30.0
+"""Timeout of a connection that shows whether a server is up."""
 _POLICY = ("VALIDATION_ERROR", "EXECUTION_ERROR")
 """Error codes that an action can cause; all others are the server's."""
 
@@ -153,15 +155,28 @@ class OpenEnvSession:
 
         Raises:
             ToolError: the server rejects the action, or has ended the session.
-            CallTimeout: no answer in time.
+            CallTimeout: no answer in time, from a server that is up.
             InfraError: the server is down: not even a new session can be opened.
         """
         if self._gone:
             raise ToolError(self._gone)
         try:
             return await self.ask("step", action, timeout_s)
+        except CallTimeout as e:
+            await self._check_up(f"openenv: {self.server.address}: step: {e}")
+            raise
         except _Lost as e:
             await self._lost(str(e))
+
+    async def _check_up(self, problem: str) -> None:
+        """Raises InfraError if the server accepts no connection; one whose sessions are all taken does."""
+        fresh = OpenEnvSession(self.server)
+        try:
+            await fresh._connect(min(PROBE_S, self.server.connect_timeout_s))
+        except InfraError as e:
+            raise InfraError(f"{problem}, and the server is down: {e}") from e
+        finally:
+            await fresh.close()
 
     async def _lost(self, problem: str) -> NoReturn:
         """Handle a lost session, of which the action may be the cause. Raises ToolError if a new one opens."""

@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +229,25 @@ async def test_a_server_that_goes_down_is_infrastructure():
             await play(openenv(url)(), Task("t"), ScriptedPolicy([call("act", number=1, crash="exit")]))
         with pytest.raises(InfraError, match="openenv: ws://"):
             await play(openenv(url)(), Task("t"), ScriptedPolicy([]))
+    finally:
+        process.kill()
+        process.wait()
+
+
+@needs_openenv
+async def test_a_server_that_hangs_is_infrastructure(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("agentrl.envs.others.openenv_session.PROBE_S", 0.5)
+    process, url = start("guess")
+    try:
+        env = openenv(url)
+        env.settings = replace(env.settings, tool_timeout_s=0.5)
+
+        def act(messages: Sequence[Message]) -> Message:
+            process.send_signal(signal.SIGSTOP)
+            return call("act", number=1)
+
+        with pytest.raises(InfraError, match=r"step: no result after 0\.5 s, and the server is down"):
+            await play(env(), Task("t"), act)
     finally:
         process.kill()
         process.wait()
