@@ -109,6 +109,7 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "
 BAD_RESPONSES: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user", "content": "a"}, {"type": "function_call", "call_id": "c"}]}, "input[1].name"),
     ({"input": [{"type": "function_call", "call_id": "c", "name": ""}]}, "input[0].name"),
+    ({"input": "a", "tools": [{"type": "function", "name": "f" * 257}]}, "tools[0].name"),
     ({"input": "a", "metadata": {"n": 1}}, "metadata.n"),
     ({"input": "a", "metadata": {"n": "x" * 513}}, "metadata.n"),
     ({"input": "a", "metadata": {"N" * 65: "x"}}, "metadata"),

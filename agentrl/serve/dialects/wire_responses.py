@@ -36,7 +36,7 @@ class FlatTool(Wire):
     """A tool offered to the model; only functions are supported."""
 
     type: Annotated[str, Field(json_schema_extra={"enum": ["function"]})]
-    name: str | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
     description: str | None = None
     parameters: Json | None = None
     strict: bool | None = None
