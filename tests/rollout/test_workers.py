@@ -46,6 +46,11 @@ def test_episodes_on_workers_are_those_played_here(found: dict[str, Any]):
     assert found["checked"] == 32, "the driver's watch counted those here and those there"
 
 
+def test_contexts_that_fill_up_are_shortened_on_workers_as_here(found: dict[str, Any]):
+    assert found["compacted"]["same"]
+    assert all(times and times >= 1 for times in found["compacted"]["times"])
+
+
 def test_a_run_with_workers_trains_the_same_episodes(found: dict[str, Any]):
     here, there = found["runs"]
     assert len(here) == 4

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from agentrl.chat.template import Renderer
+from agentrl.config.compact import CompactConfig
 from agentrl.config.reward_model import RewardModelConfig
 from agentrl.config.run import RunConfig
 from agentrl.env.load import load_env
@@ -21,10 +23,11 @@ from agentrl.models.tiny import make_tokenizer
 from agentrl.reporting.report import Silent
 from agentrl.rollout.build import make_token_check
 from agentrl.rollout.collect import collect
+from agentrl.rollout.compaction import Compaction
 from agentrl.rollout.content import env_factory
 from agentrl.rollout.episode import Player
 from agentrl.rollout.limits import EpisodeLimits
-from agentrl.rollout.ray.worker import pack_setup
+from agentrl.rollout.ray.worker import WorkerSetup, pack_setup
 from agentrl.rollout.ray.workers import RemotePlayer, Workers
 from agentrl.rollout.renderer import load_renderer
 from agentrl.rollout.rewards.model import make_reward_model
@@ -162,6 +165,7 @@ async def main(folder: Path) -> dict[str, Any]:
         hanging.cancel()
         await asyncio.wait([hanging])
         found["scoring"] = await scoring(folder, here[0].episodes[:2])
+        found["compacted"] = await compacted(config, kit, renderer, make_env, how)
         unusable = Workers(2, replace(kit, code={"envs.py": b"import not_on_this_node"}), engine)
         try:
             await unusable.start()
@@ -177,6 +181,27 @@ async def main(folder: Path) -> dict[str, Any]:
     found["released"] = len(engine.released)
     found["tasks_left"] = len(asyncio.all_tasks()) - 1
     return found
+
+
+async def compacted(
+    config: RunConfig, kit: WorkerSetup, renderer: Renderer, make_env: Any, how: dict[str, Any]
+) -> dict[str, Any]:
+    """Episodes whose context fills up, here and on a worker."""
+    compact = CompactConfig(how="drop_tool_results", keep_turns=1, context=1200)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"compact": compact})})
+    script = [*[call("find", key="it " * 60)] * 6, say("done")]
+    engine = ScriptedEngine(renderer, script, tools=make_env().tools)
+    sampling, limits = Sampling(stop_ids=renderer.stop_ids), EpisodeLimits(timeout_s=60, token_budget=20_000)
+    player = Player(engine, renderer, make_env, limits, sampling, None, Compaction.of(config, engine))
+    here = await collect(player, [Task("t", {"number": 1})], label="g", **how)
+    workers = Workers(1, replace(kit, config=config), engine)
+    await workers.start()
+    try:
+        there = await collect(workers.player(player), [Task("t", {"number": 1})], label="g", **how)
+    finally:
+        await workers.close()
+    times = [e.metrics.get("compact/times") for e in there[0].episodes]
+    return {"same": played(there) == played(here), "times": times}
 
 
 async def without_ray(remote: RemotePlayer, tasks: Sequence[Task], how: dict[str, Any]) -> str:

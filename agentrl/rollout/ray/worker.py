@@ -24,6 +24,7 @@ from agentrl.config.schemes import scheme_of
 from agentrl.engine.base import Engine, EngineCapabilities
 from agentrl.env.load import load_env
 from agentrl.errors import AgentRLError, ConfigError, EngineError
+from agentrl.rollout.compaction import Compaction
 from agentrl.rollout.content import env_factory
 from agentrl.rollout.episode import Player, TokenCheck, run_episode
 from agentrl.rollout.limits import EpisodeLimits
@@ -182,6 +183,8 @@ class EnvWorker:
             name: env_factory(load_env(view.sole_env.use, view.sole_env.options), view)
             for name, view in views.items()
         }
+        engine = RemoteEngine(kit.max_context)
+        self._compaction = {name: Compaction.of(view, engine) for name, view in views.items()}
 
     async def ready(self) -> None:
         """Returns once the worker can play.
@@ -203,7 +206,8 @@ class EnvWorker:
             order.limits,
             replace(order.sampling, stop_ids=self._renderer.stop_ids),
             None if order.token_check is None else TokenCheck(order.token_check, reports),
-            hints=order.hints,
+            self._compaction[order.task.env],
+            order.hints,
         )
         playing = asyncio.ensure_future(
             run_episode(player, order.task, episode_id=order.episode_id, seed=order.seed)
