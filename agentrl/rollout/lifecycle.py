@@ -258,12 +258,17 @@ async def episode_clock(
         if not clock.expired():  # somebody else's
             raise
         if outage_s() > before_s:
-            episode.outside = "an episode during which no server could answer"
+            raise InfraError(during_outage(timeout_s)) from None
         if episode.outside:
             raise InfraError(f"{episode.outside} took longer than {timeout_s:g} s") from None
         episode.stop = StopReason.TIMEOUT
     if not episode.began:
         raise InfraError(f"{type(episode.env).__name__}.reset took longer than {timeout_s:g} s")
+
+
+def during_outage(timeout_s: float) -> str:
+    """Why an episode is lost that ran out of time while no server could answer."""
+    return f"an episode during which no server could answer took longer than {timeout_s:g} s"
 
 
 @asynccontextmanager

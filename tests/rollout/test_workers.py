@@ -88,6 +88,11 @@ def test_an_engine_error_reaches_the_episode(found: dict[str, Any]):
     assert "the last one: EngineError: no engine here" in found["broken"]
 
 
+def test_running_out_of_time_during_an_outage_is_an_infrastructure_failure_there_too(found: dict[str, Any]):
+    said = "InfraError: an episode during which no server could answer took longer than 5 s"
+    assert found["outage"] == [said, None]
+
+
 def test_episodes_that_nobody_waits_for_are_stopped_and_their_envs_closed(found: dict[str, Any]):
     assert found["closed"] == 4
     assert found["tasks_left"] == 0

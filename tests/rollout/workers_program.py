@@ -87,11 +87,16 @@ class Finder(ToolEnv):
 
 
 class Counting(ScriptedEngine):
-    """Takes a moment; fails in the sessions of one label."""
+    """Takes a moment; fails in the sessions of one label, and is out of reach in those of another."""
+
+    outage_s = 0.0
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
         if session is not None and session.startswith("broken/"):
             raise EngineError("no engine here")
+        if session is not None and session.startswith("outage/"):
+            self.outage_s += 1.0
+            await asyncio.Event().wait()
         return await super().generate(ids, sampling, session=session)
 
 
@@ -165,6 +170,9 @@ async def main(folder: Path) -> dict[str, Any]:
         hanging.cancel()
         await asyncio.wait([hanging])
         found["scoring"] = await scoring(folder, here[0].episodes[:2])
+        hurried = replace(player, limits=EpisodeLimits(timeout_s=5))
+        cut = await workers.player(hurried).play(tasks[0], episode_id="outage/g0/e0", seed=0)
+        found["outage"] = [cut.error, cut.reward]
         found["compacted"] = await compacted(config, kit, renderer, make_env, how)
         unusable = Workers(2, replace(kit, code={"envs.py": b"import not_on_this_node"}), engine)
         try:

@@ -26,7 +26,7 @@ from agentrl.errors import AgentRLError, ConfigError, InfraError, WorkerLost
 from agentrl.ray_cluster import connect, import_ray, node_lives
 from agentrl.rollout.episode import Player
 from agentrl.rollout.group import Plays
-from agentrl.rollout.lifecycle import EpisodeStatus
+from agentrl.rollout.lifecycle import EpisodeStatus, during_outage
 from agentrl.rollout.ray.worker import (
     EngineReply,
     EngineRequest,
@@ -172,10 +172,14 @@ class RemotePlayer:
             player.hints,
         )
         status = status or EpisodeStatus(episode_id, task.id)
+        before_s = player.engine.outage_s
         try:
             episode, report = await self.workers.play(order, status)
         except InfraError as e:
             error = f"{type(e).__name__}: {e}"
+            return Episode(episode_id, task, (), (), (), StopReason.INFRA, None, error=error)
+        if episode.stop_reason is StopReason.TIMEOUT and player.engine.outage_s > before_s:  # unknown to workers
+            error = f"InfraError: {during_outage(player.limits.timeout_s)}"
             return Episode(episode_id, task, (), (), (), StopReason.INFRA, None, error=error)
         if check is not None and report is not None and episode.error is None:
             check.watch.add(report, episode_id)
