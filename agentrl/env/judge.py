@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 __all__ = ["Judge", "PolicyModel", "RewardApi", "fenced"]
 
 _REFUSED = (400, 413, 422)
-"""HTTP status codes of requests rejected for their content: too long, filtered."""
+"""HTTP status codes of requests rejected for their content (too long, filtered), or for what is in every request;
+another question tells which."""
 _MODERATED = (403, 451)
-"""HTTP status codes of moderated content, or of an endpoint that answers nobody; another question tells which."""
+"""HTTP status codes of moderated content, or of an endpoint that answers nobody."""
 _FAILED = 500
 """HTTP status code of a server that raised: because of this question, if it answers others. An empty answer counts
 as this status."""
@@ -83,7 +84,6 @@ class Judge:
     """Number of requests sent, including retries."""
     malformed: int = 0
     """Number of answers without a score."""
-    _answered: bool = field(default=False, repr=False)
     _takes_form: bool | None = field(default=None, repr=False)
     _answers: dict[str, str] = field(default_factory=dict, repr=False)
     _clients: ClientByLoop = field(default_factory=ClientByLoop, repr=False)
@@ -179,7 +179,6 @@ class Judge:
                 if with_form:
                     self._takes_form = True
                 if text:
-                    self._answered = True
                     return text
                 problem, usable, status = "an empty answer", True, _FAILED
             except CallTimeout:
@@ -191,8 +190,7 @@ class Judge:
                     self._takes_form = False  # older servers: retry without the schema
                     continue
                 if 400 <= status < 500 and status not in (408, 409, 429):
-                    refused = status in _REFUSED and self._answered
-                    usable = not (refused or (status in _MODERATED and await self._answers_others()))
+                    usable = not (status in (*_REFUSED, *_MODERATED) and await self._answers_others())
                     break  # retrying will not help
             attempt += 1
         if status == _FAILED and await self._answers_others():
@@ -249,7 +247,6 @@ class RewardApi:
     model: str = "model"
     timeout_s: float = 60.0
     retries: int = 3
-    _answered: bool = field(default=False, repr=False)
 
     @property
     def address(self) -> str:
@@ -298,11 +295,9 @@ class RewardApi:
         async with httpx.AsyncClient(timeout=self.timeout_s, verify=_certificates()) as client:
             request = client.post(self.url, json={"model": self.model, "messages": list(map(neutral, texts))})
             response = await within(request, self.timeout_s)
-        if response.status_code in _REFUSED and self._answered:
+        if response.status_code in _REFUSED:
             raise JudgeAnswerError(f"reward server {self.address}: {response.status_code}, {response.text[:200]}")
-        scores = self._read(response.raise_for_status().json(), len(texts))
-        self._answered = True
-        return scores
+        return self._read(response.raise_for_status().json(), len(texts))
 
     async def _answers_others(self) -> bool:
         """Whether the server scores a harmless text."""

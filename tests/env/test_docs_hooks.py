@@ -69,7 +69,7 @@ async def test_an_endpoint_that_is_down_or_silent_is_infrastructure_and_one_that
     server.plan = [(500, {"error": "out of order"})]
     with pytest.raises(JudgeError, match="500"):
         await env.step(ask)
-    server.plan = [(200, "Emma."), (400, {"error": "this text is refused"})]
+    server.plan = [(200, "Emma."), (400, {"error": "this text is refused"}), (200, "OK")]
     await env.step(ask)
     with pytest.raises(EnvError, match=r"Bookshop\.respond: JudgeAnswerError: .*Error code: 400"):
         await env.step(ask)

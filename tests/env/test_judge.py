@@ -116,19 +116,33 @@ async def test_an_unreadable_answer_is_the_worst_score_of_a_penalty(server):
 
 
 async def test_a_question_that_only_this_text_makes_impossible_counts_0(server):
+    too_long = (400, {"error": "this model's maximum context length is 4096"})
     judge = Judge(f"{server.url}/v1", "m", retries=0)
-    server.plan = [(400, {"error": "no such parameter: response_format"}), (400, {"error": "wrong model"})]
-    with pytest.raises(JudgeError, match="400"):
-        await judge.score("the first question of all")
+    server.plan = [(400, {"error": "no such parameter: response_format"}), too_long, (200, "OK")]
+    assert await judge.score("too long, as the first question of all") == 0
     server.plan = [(200, "1")]
     assert await judge.score("fine") == 1
-    server.plan = [(400, {"error": "this model's maximum context length is 4096"})]
+    server.plan = [too_long, (200, "OK")]
     assert await judge.score("too long") == 0
+    server.plan = [too_long, (200, "OK")]
     with pytest.raises(JudgeAnswerError, match="400"):
         await judge.ask("too long again")
     server.plan = [(401, {"error": "wrong key"})]
     with pytest.raises(JudgeError, match="401"):
         await judge.score("with a wrong key")
+
+
+async def test_an_endpoint_that_refuses_every_question_is_no_judge(server):
+    judge = Judge(f"{server.url}/v1", "m", retries=0)
+    nothing = (400, {"error": "no such model"})
+    server.plan = [nothing]
+    with pytest.raises(JudgeError, match="400"):
+        await judge.score("the first question of all")
+    server.plan = [(200, "1")]
+    assert await judge.score("fine") == 1
+    server.plan = [nothing]
+    with pytest.raises(JudgeError, match="400"):
+        await judge.score("after the model was unloaded")
 
 
 async def test_a_schema_is_asked_for_where_the_endpoint_takes_one(server):
@@ -474,10 +488,12 @@ async def test_a_reward_server_scores_texts(server):
 async def test_a_text_without_a_usable_score_is_the_texts_only_if_others_have_one(server, unusable):
     api = RewardApi(f"{server.url}/score", retries=0)
     one = (200, {"scores": [0.5]})
-    server.plan = [one, unusable, one]
-    assert await api.score(["a plain text"]) == [0.5]
-    with pytest.raises(JudgeAnswerError, match=r"not finite|413"):
-        await api.score(["a text that overflows"])
+    for plan in ([unusable, one], [one, unusable, one]):
+        server.plan = plan
+        if len(plan) == 3:
+            assert await api.score(["a plain text"]) == [0.5]
+        with pytest.raises(JudgeAnswerError, match=r"not finite|413"):
+            await api.score(["a text that overflows"])
     server.plan = [unusable]
     with pytest.raises(JudgeError, match="scores no other text either"):
         await api.score(["another plain text"])
