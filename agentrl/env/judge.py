@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -125,10 +126,18 @@ class Judge:
         if self.temperature == 0:
             self._answers[key] = text
             if self.cache is not None:
-                self.cache.parent.mkdir(parents=True, exist_ok=True)
-                with self.cache.open("a", encoding="utf-8") as file:
-                    file.write("\n" + json.dumps({"key": key, "answer": text}) + "\n")  # the last one may be cut
+                self._store(self.cache, key, text)
         return text
+
+    def _store(self, cache: Path, key: str, text: str) -> None:
+        """Add an answer to the cache; a failure is a warning, because the answer itself is valid."""
+        try:
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            with cache.open("a", encoding="utf-8") as file:
+                file.write("\n" + json.dumps({"key": key, "answer": text}) + "\n")  # the last one may be cut
+        except OSError as e:
+            said = f"judge {self.model}: cache {cache}: {e.strerror}; this answer is only kept in memory"
+            warnings.warn(said, stacklevel=2)
 
     async def ask(self, question: str, *, system: str = "") -> str:
         """The answer to one question."""

@@ -1,6 +1,7 @@
 import asyncio
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -113,6 +114,26 @@ async def test_an_unreadable_answer_is_the_worst_score_of_a_penalty(server):
         await env.score(Episode("e", Task("t"), (), (), (), StopReason.ANSWERED, None))
     assert caught.value.rewards == {"rude": -1.0}
     assert await judge.score("?") == 0
+
+
+async def test_an_answer_that_the_disk_has_no_room_for_is_valid(server):
+    """/dev/full refuses what is written, as a full disk does."""
+    judge = Judge(f"{server.url}/v1", "m", cache=Path("/dev/full"))
+    server.plan = [(200, "1")]
+
+    class Graded(ToolEnv):
+        def setup(self) -> str:
+            return "Go."
+
+        @reward(judge=judge)
+        def good(self) -> str:
+            return "Is it good?"
+
+    with pytest.warns(UserWarning, match="judge m: cache /dev/full: No space left on device; this answer"):
+        episode = await play(Graded(), Task("t"), ScriptedPolicy([]))
+    assert episode.rewards == {"good": 1.0}
+    assert await judge.score("Is it good?") == 1
+    assert judge.asked == 1
 
 
 async def test_a_question_that_only_this_text_makes_impossible_counts_0(server):
