@@ -81,8 +81,11 @@ class ChatPlayer:
     async def ask(self, conversation: Conversation, episode: OpenEpisode, max_tokens: int) -> Reply:
         """Get one answer and count its tokens; the waiting time is not charged to the policy."""
         episode.outside = f"{self.client.endpoint.address} ({self.client.endpoint.model})"
-        reply = await conversation.answer(temperature=self.temperature, max_tokens=max_tokens)
-        episode.outside = ""
+        try:
+            reply = await conversation.answer(temperature=self.temperature, max_tokens=max_tokens)
+        finally:  # unless the episode's own time ran out meanwhile
+            if episode.clock is None or not episode.clock.expired():
+                episode.outside = ""
         episode.count(
             {
                 "usage/prompt_tokens": reply.prompt_tokens,

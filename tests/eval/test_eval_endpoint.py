@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from agentrl.config import RunConfig
 from agentrl.config.engine import EngineConfig
 from agentrl.config.run import EnvConfig
 from agentrl.engine.chat_client import Endpoint
+from agentrl.env import tool
 from agentrl.envs.calculator import Calculator
 from agentrl.errors import ConfigError, EngineError
 from agentrl.eval.compare import compare
@@ -57,6 +60,30 @@ class Asks(Calculator):
         assert self.model is not None
         await self.model.chat([Message("user", "A hint?")])
         return await super().reset(task)
+
+
+class Stuck(Calculator):
+    """Work it out."""
+
+    @tool(timeout_s=600)
+    async def hint(self) -> str:
+        """A hint."""
+        assert self.model is not None
+        with contextlib.suppress(ValueError):
+            await self.model.chat([Message("user", "A hint?")])
+        await asyncio.sleep(600)
+        return ""
+
+
+def test_time_that_a_tool_takes_after_a_refused_question_is_the_episodes(tmp_path: Path):
+    def model(messages: Any) -> Any:
+        return {"tool_calls": [{"id": "c", "type": "function", "function": {"name": "hint", "arguments": "{}"}}]}
+
+    stuck = config(timeout_s=3, infra_retries=0).model_copy(update={"env": EnvConfig(use=f"{__name__}:Stuck")})
+    full = refusal(400, message="too long", code="context_length_exceeded")
+    with serving(Server(model, lambda number: full if number == 2 else None)) as server:
+        result = play(server, tmp_path / "e", run=stuck, tasks=1)
+    assert (result.stop_reasons, result.lost) == ({"timeout": 1}, 0)
 
 
 def test_what_the_env_asks_the_model_is_paid_for_as_well(tmp_path: Path):
