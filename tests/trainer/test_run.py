@@ -262,12 +262,12 @@ class TestWholeRun:
         assert set(written) == {
             *("run", "steps", "finished", "held_out_before", "held_out_after"),
             *("warmup_seconds", "train_seconds", "wall_seconds"),
-            *("episodes", "sampled_tokens", "malformed", "limits", "infra_failures"),
+            *("episodes", "scored", "sampled_tokens", "malformed", "limits", "infra_failures"),
             *("held_out_reward_before", "held_out_reward_after"),
             *("env", "redrawn", "redrawn_tasks", "redrawn_examples", "biased", "problems"),
             *("faults", "sandbox_broken", "sandbox_broken_tasks"),
         }
-        assert (summary.steps, summary.finished, summary.episodes) == (4, True, 64)
+        assert (summary.steps, summary.finished, summary.episodes, summary.scored) == (4, True, 64, 64)
         assert summary.infra_failures == 0
         assert 0 < summary.train_seconds < summary.wall_seconds
         for name in ("malformed", "limits", "sampled_tokens"):
