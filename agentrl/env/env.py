@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
+from agentrl.async_tasks import time_limit
 from agentrl.env.solved import SolvedAt, SolvedRule, rule_of
 from agentrl.errors import ConfigError
 from agentrl.types import CallRecord, Episode, Message, StopReason, Task
@@ -181,7 +181,7 @@ class Env(ABC):
         """
         if type(self).teacher_hint is Env.teacher_hint:
             return None
-        async with asyncio.timeout(timeout_s):
+        async with time_limit(timeout_s):
             found = self.teacher_hint(**hint_arguments(self, episode))
             return await found if inspect.isawaitable(found) else found
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from agentrl.async_tasks import time_limit
 from agentrl.chat.template import Renderer
 from agentrl.config import RunConfig
 from agentrl.env.env import Env, PolicyAccess
@@ -288,7 +289,7 @@ class _Rescorer:
             access = replace(access, count_tokens=lambda text: len(counted.encode_text(text)), decode=decode)
         env.bind(access)
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with time_limit(self.timeout_s):
                 replayed = await self._replay(env, recorded)
         except TimeoutError:
             replayed = _Replayed(reason=f"the replay took longer than {self.timeout_s:g} s")

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from agentrl.async_tasks import time_limit
 from agentrl.env.env import Env, PolicyAccess
 from agentrl.env.play import Policy, play
 from agentrl.env.toolenv.observe import error_text, plain_text
@@ -110,7 +111,7 @@ class Arena:
     ) -> ExamEpisode:
         """Play one episode on a new env."""
         try:
-            async with asyncio.timeout(EPISODE_S):
+            async with time_limit(EPISODE_S):
                 env = self.make_env()
                 env.bind(PolicyAccess())
                 chosen = policy_begins(policy, env, task)

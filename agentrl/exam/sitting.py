@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from agentrl.async_tasks import time_limit
 from agentrl.config import RunConfig
 from agentrl.env.checker import EnvCheckError, check_env
 from agentrl.env.toolenv.observe import error_text
@@ -237,7 +238,7 @@ class _Exam:
             self.result.skip("contract", "the episodes are too slow; `agentrl check` without --exam checks it")
             return
         try:
-            async with asyncio.timeout(CONTRACT_S):
+            async with time_limit(CONTRACT_S):
                 await check_env(self.examinee.make_env, tasks, reward_range=(float("-inf"), float("inf")))
         except EnvCheckError as e:
             lines = str(e).splitlines()

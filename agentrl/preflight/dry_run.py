@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.agents.players import check_agent
+from agentrl.async_tasks import time_limit
 from agentrl.chat.demonstrate import imitate
 from agentrl.chat.proof import Proof, prove
 from agentrl.chat.template import Renderer, same_meaning
@@ -291,7 +292,7 @@ async def _episode(
 ) -> tuple[Episode, Transcript]:
     """Play with messages, then lay the tokens under them as a policy would have sampled them."""
     rollout = config.rollout
-    async with asyncio.timeout(rollout.timeout_s):
+    async with time_limit(rollout.timeout_s):
         env = content.make_env()
         env.gives_hints = config.asks_hints
         env.bind(PolicyAccess(reads_images=False))  # as in the rollout: renderers take text only

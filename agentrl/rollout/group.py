@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from agentrl.async_tasks import time_limit
 from agentrl.env.env import Env
 from agentrl.env.tasks import with_own_row
 from agentrl.env.toolenv.asked import asking
@@ -220,7 +221,7 @@ async def _group_rewards(
     found: Sequence[Mapping[str, float]] = ()
     with asking() as asked:
         try:
-            async with asyncio.timeout(timeout_s) as clock:
+            async with time_limit(timeout_s) as clock:
                 answered = await no_exit(env.score_group([with_own_row(episode) for episode in episodes]))
                 check_clock(clock)
             found = answered

@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from agentrl.async_tasks import shielded
+from agentrl.async_tasks import shielded, time_limit
 from agentrl.clean import clean_message, clean_text
 from agentrl.env.env import Env, StepInfo
 from agentrl.env.tasks import with_own_row
@@ -251,7 +251,7 @@ async def episode_clock(
     """
     before_s = outage_s()
     try:
-        async with asyncio.timeout(timeout_s) as clock:
+        async with time_limit(timeout_s) as clock:
             episode.clock = clock
             yield
     except TimeoutError:
@@ -311,7 +311,7 @@ async def _teardown(env: Env | None, release: Callable[[], Awaitable[None]] | No
 async def close_env(env: Env, timeout_s: float) -> None:
     """Close an env; a failure is a warning."""
     try:
-        async with asyncio.timeout(timeout_s) as clock:
+        async with time_limit(timeout_s) as clock:
             await no_exit(env.close())
     except Exception as e:
         said = f"took longer than {timeout_s:g} s" if clock.expired() else error_text(raised(e))
@@ -430,7 +430,7 @@ async def score_env(env: Env, episode: OpenEpisode, timeout_s: float) -> None:
     rewards: Mapping[str, float] = {}
     with asking() as asked:
         try:
-            async with asyncio.timeout(timeout_s) as clock:
+            async with time_limit(timeout_s) as clock:
                 found = await no_exit(env.score(with_own_row(episode.unscored())))
                 check_clock(clock)
             rewards = found

@@ -179,18 +179,22 @@ async def test_an_env_that_leaves_while_it_is_made_is_an_infrastructure_failure(
         await GroupPlayer(player(renderer, Failing), 1, 0, infra_retries=0).play(Task("t"), "s", 0)
 
 
-async def test_a_task_group_that_failed_earlier_is_no_cancellation():
+async def failing_group() -> None:
     """Before Python 3.13, it leaves a request to cancel the task around it."""
 
     async def fails() -> None:
         raise OSError("gone")
 
-    async def awaits_what_was_canceled() -> None:
-        raise asyncio.CancelledError
-
     with pytest.raises(ExceptionGroup):
         async with asyncio.TaskGroup() as group:
             group.create_task(fails())
+
+
+async def test_a_task_group_that_failed_earlier_is_no_cancellation():
+    async def awaits_what_was_canceled() -> None:
+        raise asyncio.CancelledError
+
+    await failing_group()
     with pytest.raises(ToolRaised):
         await no_exit(awaits_what_was_canceled())
     current = asyncio.current_task()
@@ -200,6 +204,48 @@ async def test_a_task_group_that_failed_earlier_is_no_cancellation():
         await no_exit(asyncio.sleep(60))
     while current.uncancel():
         pass
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "score", "score_group", "close"])
+async def test_a_task_group_leaves_no_request_to_cancel_the_episode(renderer: Renderer, method: str):
+    async def groups(env: Plain, *args: Any) -> Any:
+        await failing_group()
+        return await getattr(Plain, method)(env, *args)
+
+    current = asyncio.current_task()
+    assert current is not None
+    grouping = type("Grouping", (Plain,), {method: groups})
+    plays = player(renderer, grouping)
+    await plays.play(Task("t"), episode_id="e", seed=0)
+    assert current.cancelling() == 0
+    (episode,) = (await GroupPlayer(plays, 1, 0).play(Task("t"), "s", 0)).episodes
+    assert (episode.faults, episode.error) == ({}, None)
+    assert current.cancelling() == 0
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "score", "score_group", "close"])
+async def test_time_is_limited_after_a_task_group_has_failed(renderer: Renderer, method: str):
+    async def hangs(env: Plain, *args: Any) -> Any:
+        await failing_group()
+        await asyncio.sleep(60)
+
+    hanging = type("Hanging", (Plain,), {method: hangs})
+    limits = EpisodeLimits(timeout_s=0.5)
+    plays = Player(ScriptedEngine(renderer, [say("good")]), renderer, hanging, limits, Sampling())
+    playing = GroupPlayer(plays, 1, 0, infra_retries=0, timeout_s=0.5).play(Task("t"), "s", 0)
+    if method == "reset":
+        with pytest.raises(InfraError, match=r"Hanging\.reset took longer than 0\.5 s"):
+            await playing
+        return
+    if method == "close":
+        with pytest.warns(UserWarning, match=r"Hanging\.close: took longer than"):
+            (episode,) = (await playing).episodes
+        assert episode.faults == {}
+        return
+    (episode,) = (await playing).episodes
+    assert (episode.stop_reason is StopReason.TIMEOUT) == (method == "step")
+    if method != "step":
+        assert "took longer than 0.5 s" in episode.faults[method]
 
 
 async def test_an_episode_that_lacks_the_part_that_decides_is_scored(renderer: Renderer):

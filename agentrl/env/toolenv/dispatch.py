@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
+from agentrl.async_tasks import cancellations, forget_cancellations
 from agentrl.env.toolenv.asked import tracked
 from agentrl.env.toolenv.declare import Content, Stop, ToolResult
 from agentrl.env.toolenv.json_schema import InvalidArguments
@@ -88,13 +89,13 @@ async def run_call(tools: Mapping[str, BoundTool], call: ToolCall, default_timeo
     except InvalidArguments as e:
         return CallOutcome(call, f"Error: invalid arguments: {e}", "invalid_args")
     timeout_s = bound.timeout_s if bound.timeout_s is not None else default_timeout_s
-    start, before = time.perf_counter(), _cancellations()
+    start, before = time.perf_counter(), cancellations()
     try:
         outcome = _read_result(call, await bound.call(arguments, timeout_s))
     except CallTimeout as e:
         outcome = CallOutcome(call, f"Error: {call.name} timed out: {e}", "tool_timeout")
     except asyncio.CancelledError:
-        if _cancellations() > before:
+        if cancellations() > before:
             raise
         outcome = CallOutcome(call, "Error: CancelledError", "tool_exception")  # raised by the tool itself
     except Exception as e:
@@ -238,22 +239,22 @@ def wrapping_exits() -> Iterator[None]:
     """Raise `ToolRaised` for what would end the event loop or its task.
 
     These are exceptions that are not plain ones, such as SystemExit, and a CancelledError of something that the
-    author's code awaited, although nobody cancelled the current task.
+    author's code awaited, although nobody cancelled the current task. Requests to cancel it that the author's code
+    has caught, or that a TaskGroup has left behind (before Python 3.13), are dropped when the code ends.
     """
-    before = _cancellations()
+    before = cancellations()
     try:
         yield
-    except (Exception, GeneratorExit, KeyboardInterrupt):
+    except (GeneratorExit, KeyboardInterrupt):
         raise
     except asyncio.CancelledError as e:
-        if _cancellations() > before:
+        if cancellations() > before:
             raise
         raise ToolRaised(e) from None
     except BaseException as e:
+        forget_cancellations(before)
+        if isinstance(e, Exception):
+            raise
         raise ToolRaised(e) from None
-
-
-def _cancellations() -> int:
-    """Requests to cancel the current task. Before Python 3.13, a TaskGroup that failed in it leaves one behind."""
-    task = asyncio.current_task()
-    return task.cancelling() if task is not None else 0
+    else:
+        forget_cancellations(before)
