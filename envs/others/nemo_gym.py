@@ -117,7 +117,7 @@ class NemoGym(ToolEnv, Adapter):
         Raises:
             ToolError: the connection was lost, and the server opens new sessions.
             CallTimeout: no answer in time, and the server opens new sessions.
-            InfraError: the server is down, or stays busy.
+            InfraError: the server is down, stays busy, or was not there to begin with.
         """
         for wait_s in (*WAITS_S, 0.0):
             try:
@@ -125,7 +125,7 @@ class NemoGym(ToolEnv, Adapter):
             except CallTimeout as e:
                 await self._check_up(f"nemo_gym: {self.url}/{name}: {e}")
                 raise
-            except InfraError as e:
+            except _Lost as e:
                 await self._check_up(str(e))
                 raise ToolError("the connection to the tool server was lost during the call") from e
             problem = f"nemo_gym: {self.url}/{name}: {answer.status_code}: {answer.text[:300]}"
@@ -159,7 +159,7 @@ class NemoGym(ToolEnv, Adapter):
 
         Raises:
             CallTimeout: no answer in time.
-            InfraError: the server cannot be reached, or the connection is lost.
+            InfraError: the server cannot be reached, or (_Lost) the connection is lost.
             ConfigError: it redirects.
         """
         try:
@@ -167,7 +167,8 @@ class NemoGym(ToolEnv, Adapter):
         except httpx.TimeoutException:
             raise CallTimeout(f"no result after {timeout_s or math.inf:g} s") from None
         except httpx.HTTPError as e:
-            raise InfraError(f"nemo_gym: {self.url}/{path}: {error_text(e)}") from e
+            kind = InfraError if isinstance(e, httpx.ConnectError) else _Lost
+            raise kind(f"nemo_gym: {self.url}/{path}: {error_text(e)}") from e
         if answer.is_redirect:
             raise ConfigError(
                 f"nemo_gym: {self.url}/{path}: {answer.status_code}, a redirect to {answer.headers['location']}; "
@@ -180,10 +181,10 @@ class NemoGym(ToolEnv, Adapter):
 
         Raises:
             InfraError: it stays busy or absent, or does not answer in time.
-            ValueError: it loses the connection each time, and opens new sessions: this episode may be the cause.
+            ValueError: it loses the connection and then opens new sessions: this episode may be the cause.
         """
+        lost = ""
         for wait_s in (*WAITS_S, 0.0):
-            lost = False
             try:
                 answer = await self.post("verify", body, self.options.verify_timeout_s)
                 problem = f"nemo_gym: {self.url}/verify: {answer.status_code}: {answer.text[:300]}"
@@ -191,13 +192,15 @@ class NemoGym(ToolEnv, Adapter):
                     return answer
             except CallTimeout as e:
                 raise InfraError(f"nemo_gym: {self.url}/verify: {e}") from None
+            except _Lost as e:
+                problem = lost = str(e)
             except InfraError as e:
-                problem, lost = str(e), True
+                problem = str(e)
             await asyncio.sleep(wait_s)
         if not lost:
             raise InfraError(problem)
         await self._check_up(problem)
-        raise ValueError(problem)
+        raise ValueError(lost)
 
     @reward(timeout_s=VERIFY_S)
     async def verify(self, episode: Episode) -> Mapping[str, float]:
@@ -220,6 +223,10 @@ class NemoGym(ToolEnv, Adapter):
         if http := getattr(self, "http", None):
             await http.aclose()
         await super().release()
+
+
+class _Lost(InfraError):
+    """The connection ended after the request had begun."""
 
 
 class _RowTool:

@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from agentrl.env.load import load_env
 from agentrl.env.play import Policy, RandomPolicy, ScriptedPolicy, call, play, say
-from agentrl.envs.others.nemo_gym import read_input, read_rewards, responses_object
+from agentrl.envs.others.nemo_gym import NemoGym, read_input, read_rewards, responses_object
 from agentrl.errors import ConfigError, InfraError, RewardError
 from agentrl.ports import reserved_port
 from agentrl.serve.listen import running
@@ -316,6 +316,35 @@ async def test_a_server_that_stays_busy_is_infrastructure(shaky: str):
 async def test_an_episode_that_its_verifier_does_not_survive_earns_nothing(shaky: str):
     with pytest.raises(RewardError, match="/verify: RemoteProtocolError"):
         await play(nemo_gym(shaky)(), row_of("other"), ScriptedPolicy([say("crash!")]))
+
+
+@pytest.mark.parametrize("tool", ["other", ""])
+async def test_a_request_that_nobody_took_is_not_the_policys_doing(tool: str, monkeypatch: pytest.MonkeyPatch):
+    """The server goes down before the request, and is up again when it is looked for."""
+    monkeypatch.setattr("agentrl.envs.others.nemo_gym.WAITS_S", (0.0, 0.0))
+
+    async def once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head.lower())
+        await reader.readexactly(int(length.group(1)) if length else 0)
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}")
+        writer.close()
+
+    started = await asyncio.start_server(once, "127.0.0.1", 0)
+    port = started.sockets[0].getsockname()[1]
+    check_up = NemoGym._check_up
+
+    async def up_again(env: NemoGym, problem: str) -> None:
+        async with await asyncio.start_server(once, "127.0.0.1", port):
+            await check_up(env, problem)
+
+    def act(messages: Sequence[Message]) -> Message:
+        started.close()
+        return call(tool) if tool else say("done")
+
+    monkeypatch.setattr(NemoGym, "_check_up", up_again)
+    with pytest.raises(InfraError, match=f"/{tool or 'verify'}: ConnectError"):
+        await play(nemo_gym(f"http://127.0.0.1:{port}")(), row_of("other"), act)
 
 
 async def test_a_server_that_is_gone_is_infrastructure():
