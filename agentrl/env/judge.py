@@ -198,8 +198,11 @@ class Judge:
                 if with_form and self._takes_form is None and status in (*_REFUSED, 404, 501):
                     self._takes_form = False  # older servers: retry without the schema
                     continue
-                if 400 <= status < 500 and status not in (408, 409, 429):
-                    usable = not (status in (*_REFUSED, *_MODERATED) and await self._answers_others())
+                refused = status in (*_REFUSED, *_MODERATED)
+                if refused and await self._answers_others():
+                    usable = False
+                    break
+                if 400 <= status < 500 and not refused and status not in (408, 409, 429):
                     break  # retrying will not help
             attempt += 1
         if status == _FAILED and await self._answers_others():
@@ -271,7 +274,7 @@ class RewardApi:
         """
         import httpx
 
-        problem, wait_s, status = "", 0.0, 0
+        where, text, wait_s, status = f"reward server {self.address}", "", 0.0, 0
         for attempt in range(self.retries + 1):
             if attempt:
                 await asyncio.sleep(max(min(0.25 * 2**attempt, 10.0), wait_s))
@@ -281,13 +284,12 @@ class RewardApi:
             except JudgeAnswerError as e:
                 if await self._answers_others():
                     raise
-                raise JudgeError(f"{e}; it scores no other text either") from None
+                text = f"{e}; it scores no other text either"
             except CallTimeout:
-                problem = f"no answer after {self.timeout_s:g} s"
+                text = f"{where}: no answer after {self.timeout_s:g} s"
             except (httpx.HTTPError, ValueError, RecursionError) as e:
-                problem, wait_s = hide_credentials(error_text(e)), retry_after(e)
+                text, wait_s = f"{where}: {hide_credentials(error_text(e))[:300]}", retry_after(e)
                 status = e.response.status_code if isinstance(e, httpx.HTTPStatusError) else 0
-        text = f"reward server {self.address}: {problem[:300]}"
         if status == _FAILED and await self._answers_others():
             try:  # once more: it may have recovered in the meantime
                 return await self._once(texts)

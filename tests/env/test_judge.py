@@ -166,6 +166,18 @@ async def test_an_endpoint_that_refuses_every_question_is_no_judge(server):
         await judge.score("after the model was unloaded")
 
 
+async def test_a_refused_question_is_asked_again_while_the_endpoint_is_too_busy_to_tell_why(server):
+    too_long, busy = (400, {"error": "too long"}), (429, {"error": "later"})
+    judge = Judge(f"{server.url}/v1", "m", retries=1)
+    server.plan = [too_long, busy, too_long, (200, "OK")]
+    with pytest.raises(JudgeAnswerError, match="400"):
+        await judge.ask("too long")
+    api = RewardApi(f"{server.url}/score", retries=1)
+    server.plan = [too_long, busy, too_long, (200, {"scores": [0.5]})]
+    with pytest.raises(JudgeAnswerError, match="400"):
+        await api.score(["too long"])
+
+
 async def test_a_schema_is_asked_for_where_the_endpoint_takes_one(server):
     judge = Judge(f"{server.url}/v1", "m", high=10)
     server.plan = [(200, '{"score": 7}')]
