@@ -73,16 +73,6 @@ def box_spec(options: Mapping[str, object], timeout_s: float) -> Sandbox:
         spec = Sandbox(**values)  # type: ignore[arg-type] # Sandbox checks the types itself
     except ConfigError as e:
         raise ConfigError(f"agent.sandbox: {e}") from e
-    if spec.wall_s >= timeout_s:
-        raise ConfigError(
-            f"agent.sandbox.wall_s {spec.wall_s:g}: must be less than rollout.timeout_s ({timeout_s:g}), which "
-            "also covers reading the program's files; lower it, or raise rollout.timeout_s"
-        )
-    if spec.ttl_s < timeout_s:
-        raise ConfigError(
-            f"agent.sandbox.ttl_s {spec.ttl_s:g}: the sandbox would end during an episode, which may take "
-            f"rollout.timeout_s ({timeout_s:g}); remove the key"
-        )
     for path in (*spec.readonly, *spec.python_path):
         if spec.backend == "namespace" and not Path(path).exists():
             raise ConfigError(f"agent.sandbox: {path}: no such file or folder")

@@ -275,14 +275,20 @@ def _check_hints(config: RunConfig) -> None:
 
 
 def _check_agent(config: RunConfig) -> None:
-    """The program ends before its episode does, so that its files can be read."""
+    """The program ends before its episode does, so that its files can be read, and its sandbox does not."""
     if config.agent is None or config.agent.sandbox is None:
         return
-    wall_s, timeout_s = config.agent.sandbox.get("wall_s"), config.rollout.timeout_s
+    sandbox, timeout_s = config.agent.sandbox, config.rollout.timeout_s
+    wall_s, ttl_s = sandbox.get("wall_s"), sandbox.get("ttl_s")
     if isinstance(wall_s, int | float) and wall_s >= timeout_s:
         raise ValueError(
             f"agent.sandbox.wall_s is {wall_s:g} and rollout.timeout_s {timeout_s:g}: the program must end first, "
             "so that its files can be read"
+        )
+    if isinstance(ttl_s, int | float) and ttl_s < timeout_s:
+        raise ValueError(
+            f"agent.sandbox.ttl_s is {ttl_s:g} and rollout.timeout_s {timeout_s:g}: the sandbox would end during "
+            "an episode; remove the key"
         )
 
 

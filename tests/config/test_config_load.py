@@ -154,6 +154,10 @@ def test_a_key_in_the_wrong_place_is_told_where_it_belongs(tmp_path: Path, text:
             "rollout: {timeout_s: 60}\nagent: {command: [a], sandbox: {wall_s: 60}}",
             "5:33: agent.sandbox.wall_s is 60 and rollout.timeout_s 60: the program must end first",
         ),
+        (
+            "rollout: {timeout_s: 60}\nagent: {command: [a], sandbox: {ttl_s: 30}}",
+            "5:33: agent.sandbox.ttl_s is 30 and rollout.timeout_s 60: the sandbox would end during an episode",
+        ),
         ("learner: {reference_ranks: 0}\nalgorithm: {kl: {coef: 0}}", "while algorithm.kl.coef is 0"),
         (
             "reward_model: {kind: http, url: 'http://a', model: m, low: 0.0}",
