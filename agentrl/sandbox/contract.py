@@ -174,7 +174,7 @@ class Sandbox(SandboxLimits):
     """remote: path of the file that holds the server's token."""
     ttl_s: float = 3600.0
     """Seconds after which a leased sandbox ends automatically if it is never released. Its end counts against the
-    policy: if `rollout.timeout_s` is longer, set this to at least as much."""
+    policy: make it long enough for an episode and its rewards, each of which may take `rollout.timeout_s`."""
     on_death: Literal["score", "infra"] = "score"
     """How to handle an episode whose sandbox dies, for no known outside cause, after a program has run in it.
 

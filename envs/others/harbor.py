@@ -49,6 +49,8 @@ GUARDED = (LOGS, TESTS, SOLUTION, "/proc", "/dev", "/sys")
 ALWAYS = ("/workspace", "/tmp")
 """Folders that are writable in every sandbox."""
 MAX_FILES = 20_000
+TTL_S = 86_400.0
+"""When a sandbox that nobody released ends. The limits of episodes, programs and tests are shorter."""
 _UNPACK = (
     "import base64,io,sys,tarfile; "
     f'tarfile.open(fileobj=io.BytesIO(base64.b64decode(sys.stdin.read()))).extractall("{SOLUTION}")'
@@ -311,6 +313,7 @@ def _spec(task: HarborTask, options: HarborOptions, workdir: str, env: Mapping[s
             file_mb=min(task.storage_mb or options.workspace_mb, memory_mb),
             cpus=task.cpus,
             wall_s=task.agent_timeout_s or 600.0,
+            ttl_s=TTL_S,
             pids=256,
             open_files=1024,
             network=options.network and task.network,

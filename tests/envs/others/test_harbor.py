@@ -220,6 +220,14 @@ def test_sizes_and_networks_of_tasks(tmp_path: Path):
     assert (spec.memory_mb, spec.workspace_mb, spec.network) == (2048, 512, False)
 
 
+def test_a_sandbox_outlasts_the_programs_and_tests_of_its_task(tmp_path: Path):
+    folder = make_tasks(tmp_path, 1) / "sum-00"
+    (folder / "task.toml").write_text("[agent]\ntimeout_sec = 7200\n[verifier]\ntimeout_sec = 7200\n")
+    task = read_task(folder)
+    spec = local_stage(task, HarborOptions(backend="namespace")).spec
+    assert spec.wall_s + task.test_timeout_s < spec.ttl_s
+
+
 def test_hard_links_of_an_image_are_files():
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
