@@ -298,8 +298,8 @@ def read_calls(text: str) -> list[Call]:
         tree = _parsed(text)
         nodes = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
         return [_call(node) for node in nodes]
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):  # TypeError: of a set of lists
-        return []
+    except (SyntaxError, ValueError, TypeError, OverflowError, RecursionError, MemoryError):
+        return []  # TypeError: of a set of lists; OverflowError: of a huge number plus 1j
 
 
 def _call(node: ast.AST) -> Call:

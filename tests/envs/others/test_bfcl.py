@@ -91,6 +91,7 @@ def test_calls_in_python_text_are_parsed_and_never_evaluated():
         "[f(**{})]x",
         "[f(a={[]})]",
         "[f(a={[]: 1})]",
+        f"[f(a=0x{'f' * 300} + 1j)]",
     ):
         assert read_calls(text) == []
 
