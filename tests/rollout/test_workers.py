@@ -93,6 +93,10 @@ def test_running_out_of_time_during_an_outage_is_an_infrastructure_failure_there
     assert found["outage"] == [said, None]
 
 
+def test_a_call_that_cannot_be_stopped_is_scored_whatever_the_servers_did_before(found: dict[str, Any]):
+    assert found["stuck"] == ["timeout", None, 1.0]
+
+
 def test_episodes_that_nobody_waits_for_are_stopped_and_their_envs_closed(found: dict[str, Any]):
     assert found["closed"] == 4
     assert found["tasks_left"] == 0

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from agentrl.chat.demonstrate import completion_of
 from agentrl.chat.template import Renderer
 from agentrl.config.compact import CompactConfig
 from agentrl.config.reward_model import RewardModelConfig
@@ -40,7 +41,7 @@ from agentrl.types import Completion, Episode, Group, Sampling, Task
 
 NEIGHBOUR = "WORD = 'found'\n"
 ENVS = """
-import asyncio, os, signal
+import asyncio, os, signal, threading
 from pathlib import Path
 
 from neighbour import WORD
@@ -75,6 +76,13 @@ class Finder(ToolEnv):
                 os.kill(os.getpid(), signal.SIGKILL)
         return WORD + key
 
+    @tool(timeout_s=0.1)
+    def stick(self) -> str:
+        'Never return.'
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+
     async def close(self):
         await super().close()
         if getattr(self, "what", "") == "hang":
@@ -87,7 +95,7 @@ class Finder(ToolEnv):
 
 
 class Counting(ScriptedEngine):
-    """Takes a moment; fails in the sessions of one label, and is out of reach in those of another."""
+    """Takes a moment; by label, fails, is out of reach, or calls a tool that never returns after it was."""
 
     outage_s = 0.0
 
@@ -97,6 +105,9 @@ class Counting(ScriptedEngine):
         if session is not None and session.startswith("outage/"):
             self.outage_s += 1.0
             await asyncio.Event().wait()
+        if session is not None and session.startswith("stuck/"):
+            self.outage_s += 1.0
+            return completion_of(self._renderer, call("stick"), self._tools)
         return await super().generate(ids, sampling, session=session)
 
 
@@ -173,6 +184,8 @@ async def main(folder: Path) -> dict[str, Any]:
         hurried = replace(player, limits=EpisodeLimits(timeout_s=5))
         cut = await workers.player(hurried).play(tasks[0], episode_id="outage/g0/e0", seed=0)
         found["outage"] = [cut.error, cut.reward]
+        stuck = await remote.play(tasks[1], episode_id="stuck/g0/e0", seed=0)
+        found["stuck"] = [stuck.stop_reason, stuck.error, stuck.reward]
         found["compacted"] = await compacted(config, kit, renderer, make_env, how)
         unusable = Workers(2, replace(kit, code={"envs.py": b"import not_on_this_node"}), engine)
         try:

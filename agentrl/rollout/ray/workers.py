@@ -178,7 +178,8 @@ class RemotePlayer:
         except InfraError as e:
             error = f"{type(e).__name__}: {e}"
             return Episode(episode_id, task, (), (), (), StopReason.INFRA, None, error=error)
-        if episode.stop_reason is StopReason.TIMEOUT and player.engine.outage_s > before_s:  # unknown to workers
+        late = episode.stop_reason is StopReason.TIMEOUT and not episode.metrics.get("stuck_calls")
+        if late and player.engine.outage_s > before_s:  # unknown to workers
             error = f"InfraError: {during_outage(player.limits.timeout_s)}"
             return Episode(episode_id, task, (), (), (), StopReason.INFRA, None, error=error)
         if check is not None and report is not None and episode.error is None:
