@@ -36,6 +36,9 @@ from agentrl.types import Message, Task, ToolSchema
 CATEGORIES = ("multi_turn_base", "multi_turn_long_context", "multi_turn_miss_func", "multi_turn_miss_param")
 MAX_STEPS = 20
 """Answers with calls in one turn of the user; BFCL ends the episode after one more."""
+MAX_DIGITS, MAX_BITS = 10_000, 1 << 20
+"""Maximum precision of a calculation, and size of a power. Python takes one step for larger ones, too: no timeout
+ends it, and nothing else in the process runs meanwhile."""
 MORE_TOOLS = "I have updated some more functions you can choose from. What about now?"
 PYTHON = """You call functions to help the user. To call some, answer only with a list of calls in Python's
 syntax: [name(argument='value'), other(count=2)]. You get their results. When you are done with a request, answer
@@ -265,6 +268,7 @@ def run_call(apis: Mapping[str, Any], name: str, arguments: Mapping[str, Any]) -
         method = api_method(apis, name)
         if method is None:
             raise NameError(f"name '{name}' is not defined")
+        _check_effort(arguments)
         value = method(**arguments)
         if isinstance(value, dict):
             with contextlib.suppress(TypeError, ValueError):
@@ -272,6 +276,16 @@ def run_call(apis: Mapping[str, Any], name: str, arguments: Mapping[str, Any]) -
         return str(value)  # raises for a number of more digits than Python converts
     except Exception as e:
         return f"Error during execution: {e}"
+
+
+def _check_effort(arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError for the arguments of a calculation without end."""
+    for name in ("precision", "decimal_places"):
+        if isinstance(digits := arguments.get(name), int) and abs(digits) > MAX_DIGITS:
+            raise ValueError(f"{name}: at most {MAX_DIGITS:,} digits")
+    base, exponent = arguments.get("base"), arguments.get("exponent")
+    if isinstance(base, int) and isinstance(exponent, int) and (base.bit_length() - 1) * exponent > MAX_BITS:
+        raise ValueError("the result has too many digits")
 
 
 def api_method(apis: Mapping[str, Any], name: str) -> Callable[..., Any] | None:

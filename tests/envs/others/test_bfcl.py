@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+from typing import Any
 
 import pytest
 
@@ -111,6 +113,23 @@ async def test_numbers_without_end_are_answered():
     cut = f"[ls(a=0x{'f' * 6000})]"
     episode = await play(env(), env.tasks("train")[0], ScriptedPolicy([cut, "[ls(a={[]})]"]))
     assert episode.solved is False
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("power", {"base": 2, "exponent": 1 << 21}, "the result has too many digits"),
+        ("power", {"base": -2, "exponent": 10}, '{"result": 1024}'),
+        ("power", {"base": 1, "exponent": 1 << 60}, '{"result": 1}'),
+        ("square_root", {"number": 2, "precision": 10_001}, "precision: at most 10,000 digits"),
+        ("logarithm", {"value": 2, "base": 3, "precision": 10_001}, "precision: at most 10,000 digits"),
+        ("round_number", {"number": 2, "decimal_places": -10_001}, "decimal_places: at most 10,000 digits"),
+    ],
+)
+def test_calculations_that_no_timeout_could_end_are_errors(name: str, arguments: dict[str, Any], said: str):
+    module = importlib.import_module("bfcl_eval.eval_checker.multi_turn_eval.func_source_code.math_api")
+    text = run_call({"MathAPI": module.MathAPI()}, name, arguments)
+    assert text.removeprefix("Error during execution: ") == said
 
 
 async def test_private_methods_cannot_be_called():
