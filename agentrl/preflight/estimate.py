@@ -35,6 +35,8 @@ class Arithmetic:
     """Training rows in data.train, None if the env makes its own tasks."""
     greedy: int = 0
     """Greedy episodes of `advantage: remax`, which are played in addition and not trained."""
+    averaged: bool = False
+    """Whether `episodes` and `greedy` are averages, because envs differ in them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,11 +140,13 @@ def arithmetic(config: RunConfig, rows: int | None) -> Arithmetic:
     sampled = max(
         min(view.rollout.max_turns * view.rollout.max_tokens, view.rollout.token_budget) for view in views
     )
-    compared = {name for name, view in config.by_env.items() if view.algorithm.advantage.name == "remax"}
+    greedy = {name: view.algorithm.advantage.name == "remax" for name, view in config.by_env.items()}
     shares = {name: env.share for name, env in config.envs.items()} or {"": 1.0}
-    share = sum(shares[name] for name in compared) / sum(shares.values())
+    share = sum(share for name, share in shares.items() if greedy[name]) / sum(shares.values())
+    kinds = {(view.rollout.group_size, greedy[name]) for name, view in config.by_env.items()}
     return Arithmetic(
         greedy=round(rollout.groups_per_step * share),
+        averaged=len(kinds) > 1,
         tasks=rollout.groups_per_step,
         episodes=episodes,
         updates=updates,

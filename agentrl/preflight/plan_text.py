@@ -43,12 +43,14 @@ def lines(plan: Plan) -> Sequence[str]:
 
 
 def _episodes(batch: Arithmetic) -> str:
-    """The episodes of a step; an average, if envs have groups of unlike size."""
-    group, rest = divmod(batch.episodes, batch.tasks)
-    greedy = f" and {batch.greedy:,} greedy ones" if batch.greedy else ""
-    if rest:
-        return f"{batch.tasks} tasks, {batch.episodes:,} episodes{greedy} on average"
-    return f"{batch.tasks} tasks x {group} = {batch.episodes:,} episodes{greedy}"
+    """The episodes of a step."""
+    tasks = f"{batch.tasks} task{'s' * (batch.tasks > 1)}"
+    episodes = f"{batch.episodes:,} episode{'s' * (batch.episodes > 1)}"
+    if batch.greedy:
+        episodes += f" and {batch.greedy:,} greedy one{'s' * (batch.greedy > 1)}"
+    if batch.averaged:
+        return f"{tasks}, {episodes} on average"
+    return f"{tasks} x {batch.episodes // batch.tasks} = {episodes}"
 
 
 def _saves_most(plan: Plan, found: Prediction) -> str:

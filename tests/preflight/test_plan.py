@@ -431,6 +431,14 @@ def test_groups_of_unlike_size_are_not_multiplied(tmp_path: Path):
     every = ["--set", "algorithm.advantage=remax", "--set", "envs.b.rollout=null"]
     done = CliRunner().invoke(app, ["plan", str(yaml), *every])
     assert "\nstep        6 tasks x 4 = 24 episodes and 6 greedy ones, in 1 update of 24\n" in done.output
+    two = ["--set", "envs.a.rollout.group_size=2", "--set", "envs.b.share=2", "--set", "envs.b.rollout=null"]
+    done = CliRunner().invoke(app, ["plan", str(yaml), *two])  # no group has the 3 episodes of the mean
+    assert "\nstep        6 tasks, 18 episodes on average, in 1 update of 18\n" in done.output
+    done = CliRunner().invoke(app, ["plan", str(yaml), *every, "--set", "envs.a.algorithm.advantage=grpo"])
+    assert "\nstep        6 tasks, 24 episodes and 2 greedy ones on average, in 1 update of 24\n" in done.output
+    one = ["--set", "rollout.groups_per_step=1", "--set", "envs.b.rollout=null"]
+    done = CliRunner().invoke(app, ["plan", str(yaml), *one])
+    assert "\nstep        1 task x 4 = 4 episodes, in 1 update of 4\n" in done.output
 
 
 def test_a_model_that_is_none_is_one_error(tmp_path: Path):
