@@ -196,12 +196,13 @@ class ChatClient:
         errors = tuple(f"tool call {n}: {why}" for n, why in read.malformed.items())
         usage = answer.usage
         details = getattr(usage, "prompt_tokens_details", None)
+        prompt = _count(usage, "prompt_tokens")
         reply = Reply(
             replace(read.message, content=content, tool_calls=calls, parse_errors=errors),
             choices[0].finish_reason or "stop",
-            _count(usage, "prompt_tokens"),
+            prompt,
             _count(usage, "completion_tokens"),
-            _count(details, "cached_tokens"),
+            min(_count(details, "cached_tokens"), prompt),  # some endpoints report more
             seconds,
         )
         return wire, reply

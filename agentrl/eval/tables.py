@@ -125,7 +125,7 @@ def _plain(value: float) -> str:
 
 def _dollars(value: float) -> str:
     """Four decimals, or two digits of an amount that they would not show."""
-    decimals = 4 if value >= 0.001 or value == 0 else 1 - math.floor(math.log10(value))
+    decimals = 1 - math.floor(math.log10(value)) if 0 < value < 0.001 else 4
     return f"${value:,.{decimals}f}"
 
 

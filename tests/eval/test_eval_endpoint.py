@@ -356,6 +356,17 @@ def test_what_is_small_or_almost_all_is_not_shown_as_nothing_or_all(tmp_path: Pa
     assert "$0.0000022\n" in text
 
 
+def test_more_cached_tokens_than_were_read_do_not_make_an_evaluation_earn_money(tmp_path: Path):
+    usage = {"prompt_tokens": 5, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 900}}
+    with serving(Server(lambda messages: {**solve(messages), "usage": usage})) as server:
+        result = play(server, tmp_path / "e", tasks=1, prices=Prices(1.0, 1.0, 0.1))
+    assert result.cached_tokens == result.prompt_tokens > 0
+    text = result_text(result).plain
+    assert f"{result.prompt_tokens} read ({result.prompt_tokens} of them cached)" in text
+    assert result.cost == pytest.approx((0.1 * result.prompt_tokens + result.sampled_tokens) / 1e6)
+    assert "$-0.0042\n" in result_text(replace(result, cost=-0.0042)).plain  # of records from before
+
+
 def test_the_name_of_a_reward_never_runs_into_its_value(tmp_path: Path):
     with serving(Server(solve)) as server:
         result = play(server, tmp_path / "e", tasks=1)
