@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from agentrl.config import RunConfig
-    from agentrl.eval.rescore import RescoredEpisode, RescoredPart, Rescoring
+    from agentrl.eval.rescore import RescoredEpisode, Rescoring
 
 SHOWN = 10
 """Episodes with the largest differences that are printed."""
@@ -120,9 +120,10 @@ def _print(console: Console, found: Rescoring) -> None:
     for name, parts in found.parts():
         known = [part for part in parts if not part.reason]
         changed = sum(part.changed for part in known)
-        table.add_row(
+        missing = 0.0 if any(part.recorded is not None for part in parts) else None
+        table.add_row(  # both means are of the same episodes
             name,
-            _mean(_recorded(known or parts)),  # the same episodes as in the next column
+            _mean([missing if part.recorded is None else part.recorded for part in known or parts]),
             _mean([part.rescored for part in known]),
             f"{changed:,}",
             f"{len(known):,} of {len(parts):,}",
@@ -184,12 +185,6 @@ def _counted(reasons: Sequence[str]) -> list[tuple[str, int]]:
 
 def _changed(episode: RescoredEpisode) -> bool:
     return any(part.changed for part in episode.parts.values())
-
-
-def _recorded(parts: Sequence[RescoredPart]) -> list[float | None]:
-    """The recorded values; 0 where an episode lacks a part that others have, as in the run's metrics."""
-    missing = None if all(part.recorded is None for part in parts) else 0.0
-    return [missing if part.recorded is None else part.recorded for part in parts]
 
 
 def _mean(values: Sequence[float | None]) -> str:

@@ -290,6 +290,10 @@ def test_a_part_that_an_episode_lacked_counts_as_0_in_the_mean(capsys: pytest.Ca
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["bonus", "0.5", "1", "1", "2", "of", "2"] in lines
     assert ["new", "1", "1", "1", "of", "1"] in lines  # the run did not have it at all
+    unlike = RescoredPart(1.0, None, "the env answers turn 0 differently")
+    print_rescoring(Console(width=100), Rescoring([episode(0, bonus=gained), episode(1, bonus=unlike)], {}))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["bonus", "0", "1", "1", "1", "of", "2"] in lines
 
 
 def test_the_penalty_of_cut_episodes_is_that_of_the_step():
