@@ -467,8 +467,8 @@ class _Progress:
             )
         for error in list(self.lost.values())[:1]:
             self.reporter.note(
-                f"{len(self.lost)} of {len(self.lost) + len(self.done)} tasks could not be played and enter no "
-                f"number ({error}); the same command again tries them once more"
+                f"{len(self.lost)} of {len(self.lost) + len(self.done)} tasks could not be played and are "
+                f"excluded from all metrics ({error}); the same command again tries them once more"
             )
         return result
 

@@ -172,7 +172,10 @@ class TestTrouble:
             assert result.estimates["solved"].mean == 1.0, "a lost task is no failed one"
             text = result_text(result).plain.splitlines()
             assert text[2].split() == ["that", "is:", "solved", "(@reward(solved=...))"]
-            assert text[3].split()[:3] == ["lost", "1", "task"]
+            assert text[3].split(maxsplit=1) == [
+                "lost",
+                "1 task that could not be played; excluded from all metrics",
+            ]
             asked = len(server.requests)
             server.trouble = lambda number: None
             again = play(server, tmp_path / "e")
@@ -310,6 +313,8 @@ def test_two_evaluations_are_compared_task_by_task(tmp_path: Path):
     assert "0.0 % -> 100.0 %" in text
     assert "2 only in A left out" in text
     assert comparison_text(compare(tmp_path / "b", tmp_path / "a")).plain.count("B loses") == 1
+    one = comparison_text(replace(found, values={"solved": replace(solved, better=1, equal=5)})).plain
+    assert "better on 1 task, equal on 5, worse on 0" in one
     with pytest.raises(ConfigError, match="have no task in common"):
         compare(tmp_path / "a", tmp_path / "c")
 
