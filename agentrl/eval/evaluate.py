@@ -496,5 +496,5 @@ def check_minimum(result: EvalResult, minimum: Mapping[str, float]) -> list[str]
             raise ConfigError(f"--min {name}: not measured here; there is: {', '.join(result.estimates)}")
         value = result.estimates[name].mean
         if not reaches(value, bound):
-            short.append(f"{name} is {value:.6g}, below {bound:g}")
+            short.append(f"{name} is {value:.7g}, below {bound:.7g}")
     return short

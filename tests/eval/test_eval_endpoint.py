@@ -340,6 +340,8 @@ def test_a_bound_that_is_reached_but_for_rounding_is_reached(tmp_path: Path):
     assert check_minimum(found, {"solved": 0.6001}) == ["solved is 0.6, below 0.6001"]
     single = {"reward": estimate([0.59997])}
     assert check_minimum(replace(found, estimates=single), {"reward": 0.6}) == ["reward is 0.59997, below 0.6"]
+    single = {"reward": estimate([1.499998])}
+    assert check_minimum(replace(found, estimates=single), {"reward": 1.5}) == ["reward is 1.499998, below 1.5"]
 
 
 @pytest.mark.parametrize(
