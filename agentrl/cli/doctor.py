@@ -98,7 +98,6 @@ def _run(run: Path, *, strict: bool, as_json: bool) -> None:
 
 
 def _show(found: Sequence[Finding]) -> None:
-
     if not found:
         print("findings        none")
     for finding in found:

@@ -76,7 +76,6 @@ def export(
 
 
 def _steps(text: str) -> tuple[int | None, int | None]:
-
     first, colon, last = text.partition(":")
     try:
         low = int(first) if first else None
