@@ -38,6 +38,11 @@ class Arithmetic:
     averaged: bool = False
     """Whether `episodes` and `greedy` are averages, because envs differ in them."""
 
+    @property
+    def played(self) -> int:
+        """Episodes that are sampled, the greedy ones included."""
+        return self.episodes + self.greedy
+
 
 @dataclass(frozen=True, slots=True)
 class Phase:

@@ -72,17 +72,17 @@ def _rollout(config: RunConfig, shape: ModelShape, batch: Arithmetic, cache: Cac
     views = [view.rollout for view in config.by_env.values()]
     context = FILLED * min(longest_episode(config), shape.max_context)
     per_episode = cache.per_token * context / 2  # over its time in the cache
-    at_once = min(math.ceil(batch.episodes / number), config.engine.max_slots)
+    at_once = min(math.ceil(batch.played / number), config.engine.max_slots)
     if cache.room is not None:
         at_once = max(1, min(at_once, int(cache.room / number / per_episode)))
-    waves = math.ceil(batch.episodes / number / at_once)
+    waves = math.ceil(batch.played / number / at_once)
     copies = split / cache_parts(config, shape)
     read = shape.touched(at_once) * each + at_once * per_episode * copies
     by_memory = read / (card.bandwidth * DECODE_SHARE * split)
     by_operations = 2 * shape.active * at_once / (card.flops * PREFILL_SHARE * split)
     longest = FILLED * max(min(view.max_turns * view.max_tokens, view.token_budget) for view in views)
     decoding = waves * longest * max(by_memory, by_operations)
-    prompts = FILLED * max(batch.tokens - batch.sampled_tokens, 0) / number
+    prompts = FILLED * max(batch.tokens - batch.sampled_tokens, 0) * batch.played / batch.episodes / number
     return decoding + 2 * shape.active * prompts / (card.flops * PREFILL_SHARE * split)
 
 

@@ -171,10 +171,10 @@ def reference(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]
 def waves(config: RunConfig, plan: Plan, gpu: bool) -> Iterator[PlanFinding]:
     """PL08: larger steps stress the engine before the learner."""
     slots = plan.kv_bytes // max(1, plan.kv_bytes_per_token * min(longest_episode(config), plan.model.max_context))
-    if slots and plan.batch.episodes > 4 * slots:
-        times = plan.batch.episodes / slots
+    if slots and plan.batch.played > 4 * slots:
+        times = plan.batch.played / slots
         text = (
-            f"{plan.batch.episodes:,} episodes, if all are as long as they may be, share {slots} slots: they are "
+            f"{plan.batch.played:,} episodes, if all are as long as they may be, share {slots} slots: they are "
             f"played in {times:.0f} waves"
         )
         fix = "raise engine.max_slots"

@@ -179,6 +179,17 @@ def test_the_arithmetic_by_hand(tmp_path: Path):
     assert found.rollout == pytest.approx(512 * per_token, rel=1e-6)
 
 
+def test_greedy_episodes_take_their_time_in_the_rollout(tmp_path: Path):
+    shared = ("rollout.groups_per_step=512", "algorithm.kl.coef=0", "rollout.token_budget=8192")
+    one = plan_of(tmp_path, "8xH100-80GB", *shared, "rollout.group_size=1", "algorithm.advantage=remax")
+    two = plan_of(tmp_path, "8xH100-80GB", *shared, "rollout.group_size=2", "algorithm.advantage=rloo")
+    assert one.prediction.rollout == pytest.approx(two.prediction.rollout)
+    assert one.prediction.update < two.prediction.update
+    said = [next(f.text for f in plan.findings if f.code == "PL08") for plan in (one, two)]
+    assert said[0].startswith("1,024 episodes, if all are as long as they may be, share ")
+    assert said[0] == said[1]
+
+
 def test_experts_that_a_token_does_not_meet_cost_no_time(tmp_path: Path):
     shape = ModelShape.of_directory(folder(tmp_path / "model", "30b-a3b"))
     assert shape.parameters == pytest.approx(30.5e9, rel=0.02)
