@@ -14,12 +14,14 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from agentrl.sandbox import PromiseNotEnforceable, Sandbox, SandboxError, SandboxPool, SandboxUnavailable
+from agentrl.sandbox.link import StreamLink
 from agentrl.sandbox.local import LocalBackend, LocalProcess
 from agentrl.sandbox.pool import make_backend
 from agentrl.testing.sandbox_suite import hostile
@@ -438,31 +440,61 @@ async def test_other_sandboxes_do_not_take_the_processes_of_one(name: str) -> No
         assert "BlockingIOError" in refused.error_text(), refused
 
 
-@pytest.mark.parametrize("name", ["landlock_user", "namespace_user"])
-async def test_a_sandbox_that_cannot_be_forked_leaves_nothing_in_the_keeper(name: str) -> None:
+@contextlib.contextmanager
+def limited(limit: str, python: str) -> Iterator[str]:
+    """An interpreter that starts under this `ulimit`."""
     folder = Path(tempfile.mkdtemp())
     try:
         folder.chmod(0o755)  # the keeper's user starts the program in it
-        single = folder / "python"
-        single.write_text(f'#!/bin/bash\nulimit -S -u 1\nexec {SYSTEM_PYTHON} "$@"\n')
-        single.chmod(0o755)
-        backend = make_backend(replace(spec_for(name), run_as=ORDINARY_USER + 2, python=str(single)))
+        path = folder / "python"
+        path.write_text(f'#!/bin/bash\nulimit -S {limit}\nexec {python} "$@"\n')
+        path.chmod(0o755)
+        yield str(path)
+    finally:
+        shutil.rmtree(folder)
+
+
+def open_files(backend: LocalBackend) -> int:
+    assert backend._keeper is not None
+    return len(os.listdir(f"/proc/{backend._keeper.pid}/fd"))
+
+
+@pytest.mark.parametrize("name", ["landlock_user", "namespace_user"])
+async def test_a_sandbox_that_cannot_be_forked_leaves_nothing_in_the_keeper(name: str) -> None:
+    with limited("-u 1", SYSTEM_PYTHON) as python:
+        backend = make_backend(replace(spec_for(name), run_as=ORDINARY_USER + 2, python=python))
         assert isinstance(backend, LocalBackend)
         await backend.open()
         try:
-            assert backend._keeper is not None
-            kept = Path(f"/proc/{backend._keeper.pid}/fd")
-            open_after = []
-            for number in range(4):
+            before = open_files(backend)
+            for number in range(3):
                 with pytest.raises(SandboxUnavailable, match="temporarily unavailable"):
                     await backend.start(f"refused.{number}")
-                open_after.append(len(list(kept.iterdir())))
-            assert open_after[-1] <= open_after[0] + 1  # one may be open for a moment; two were left each time
+                assert open_files(backend) == before
             assert not list(Path(tempfile.gettempdir()).glob(f"agentrl-{ORDINARY_USER + 2}-*/refused.*"))
         finally:
             await backend.close()
-    finally:
-        shutil.rmtree(folder)
+
+
+async def test_a_sandbox_for_which_the_keeper_has_no_open_file_left_leaves_nothing_there() -> None:
+    with limited("-n 24", sys.executable) as python:
+        backend = make_backend(replace(spec_for("process"), python=python))
+        assert isinstance(backend, LocalBackend)
+        await backend.open()
+        try:
+            before, links = open_files(backend), list[StreamLink]()
+
+            async def fill() -> None:
+                while True:
+                    links.append((await backend.start(f"box.{len(links)}"))[1])
+
+            with pytest.raises(SandboxUnavailable, match="Too many open files"):
+                await fill()
+            assert open_files(backend) == before + len(links)
+            for link in links:
+                link.close()
+        finally:
+            await backend.close()
 
 
 async def test_attributes_of_the_users_files_are_hidden() -> None:

@@ -79,8 +79,8 @@ class KeptBox:
         self, name: str, pid: int, uid: int, group: cgroups.ControlGroup | None, folder: str | None
     ) -> None:
         self.name, self.pid, self.uid, self.group, self.folder = name, pid, uid, group, folder
-        self.pidfd = os.pidfd_open(pid)
         self.ungrouped_kills = cgroups.KillCount() if group is None else None
+        self.pidfd = os.pidfd_open(pid)
 
 
 class Keeper:
@@ -134,62 +134,64 @@ class Keeper:
         if not data:
             return False
         order = json.loads(data)
+        failure = None
         if order["op"] == "spawn":
             try:
                 self.spawn(order, fds[0])
             except OSError as error:
-                self.tell({"box": order["box"], "error": str(error)})
+                failure = {"box": order["box"], "error": str(error)}
         elif order["op"] == "kill":
             for box in self.boxes.values():
                 if box.name == order["box"]:
                     signal.pidfd_send_signal(box.pidfd, signal.SIGKILL)
         for fd in fds:
             os.close(fd)
+        if failure is not None:
+            self.tell(failure)
         return True
 
     def spawn(self, order: dict[str, Any], link: int) -> None:
-        """Fork a sandbox; it reports success or failure on its own link."""
+        """Fork a sandbox; it reports success or failure on its own link. An error here leaves nothing of it."""
         namespaced = order["mode"] == "namespace"
         order["interpreter"] = self.interpreter  # found here: a sandbox has other user ids
         group = folder = None
-        if self.groups.controllers and order["mode"] != "process":
-            group = self.groups.create(
-                order["box"],
-                memory_mb=order["memory_mb"] + order["reserve_mb"],
-                pids=order["pids"] + 2,
-                cpus=order["cpus"],
-            )
-        try:
+        with contextlib.ExitStack() as undo:
+            if self.groups.controllers and order["mode"] != "process":
+                group = self.groups.create(
+                    order["box"],
+                    memory_mb=order["memory_mb"] + order["reserve_mb"],
+                    pids=order["pids"] + 2,
+                    cpus=order["cpus"],
+                )
+                undo.callback(self.garbage.append, group)
+                undo.callback(group.close)
             uid, gid = (self.free_uid(),) * 2 if self.privileged else (os.getuid(), os.getgid())
             if order["mode"] == "process":
                 uid, gid = os.getuid(), os.getgid()
             if not namespaced:
-                folder = self.make_folder(order["folders"], order["box"], uid, gid)
+                folder = os.path.join(self.run_folder(order["folders"]), order["box"])
+                undo.callback(leftovers.remove_tree, folder)
+                make_folder(folder, uid, gid)
             go_r, go_w = os.pipe2(os.O_CLOEXEC)
+            undo.callback(os.close, go_w)
             flags = jail.namespaces(privileged=self.privileged, network=order["network"])
             try:
                 pid = kernel.clone(flags) if namespaced else os.fork()
-            except OSError:
+                if pid == 0:
+                    become(order, link, go_r, group, folder, uid, gid)
+            finally:
                 os.close(go_r)
-                os.close(go_w)
-                raise
-            if pid == 0:
-                become(order, link, go_r, group, folder, uid, gid)
-        except OSError:
+            undo.callback(os.waitpid, pid, 0)
+            undo.callback(os.kill, pid, signal.SIGKILL)
+            box = KeptBox(order["box"], pid, uid, group, folder)
+            undo.callback(os.close, box.pidfd)
             if group is not None:
-                group.close()
-                self.garbage.append(group)
-            if folder is not None:
-                leftovers.remove_tree(folder)
-            raise
-        os.close(go_r)
-        box = KeptBox(order["box"], pid, uid, group, folder)
+                group.add(pid)
+            os.write(go_w, b".")
+            undo.pop_all()
+        os.close(go_w)
         self.boxes[box.pidfd] = box
         self.poll.register(box.pidfd, select.POLLIN)
-        if group is not None:
-            group.add(pid)
-        os.write(go_w, b".")
-        os.close(go_w)
         self.tell({"box": box.name, "pid": pid})
 
     def free_uid(self) -> int:
@@ -206,19 +208,13 @@ class Keeper:
                 return uid
         raise OSError(f"{UIDS} sandboxes are running: no user id is left for another one")
 
-    def make_folder(self, place: str, name: str, uid: int, gid: int) -> str:
-        """Return the directory of a sandbox that has no separate file system."""
+    def run_folder(self, place: str) -> str:
+        """Return the directory of the sandboxes that have no separate file system."""
         if self.folder is None:
             self.folder = leftovers.run_folder(place)
             leftovers.sweep_folders(place)
             os.mkdir(self.folder, 0o711)
-        folder = os.path.join(self.folder, name)
-        os.mkdir(folder, 0o700)
-        for part in ("workspace", "tmp"):
-            os.mkdir(f"{folder}/{part}", 0o700)
-            os.chown(f"{folder}/{part}", uid, gid)
-        os.chown(folder, uid, gid)
-        return folder
+        return self.folder
 
     def end(self, box: KeptBox) -> None:
         """Handle the end of a sandbox. Whatever it left behind, the keeper keeps serving the others."""
@@ -299,6 +295,15 @@ class Keeper:
         self.groups.close()
         if self.folder is not None:
             leftovers.remove_tree(self.folder)
+
+
+def make_folder(folder: str, uid: int, gid: int) -> None:
+    """Create the directory of a sandbox."""
+    os.mkdir(folder, 0o700)
+    for part in ("workspace", "tmp"):
+        os.mkdir(f"{folder}/{part}", 0o700)
+        os.chown(f"{folder}/{part}", uid, gid)
+    os.chown(folder, uid, gid)
 
 
 def become(
