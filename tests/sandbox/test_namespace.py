@@ -497,6 +497,23 @@ async def test_a_sandbox_for_which_the_keeper_has_no_open_file_left_leaves_nothi
             await backend.close()
 
 
+async def test_a_sandbox_whose_limit_the_kernel_refuses_leaves_no_control_group() -> None:
+    backend = make_backend(Sandbox(pids=1 << 40))
+    assert isinstance(backend, LocalBackend)
+    await backend.open()
+    try:
+        if "pids" not in backend.controllers:
+            pytest.skip("no control group limits processes here")
+        with pytest.raises(SandboxUnavailable, match=r"Invalid argument: '.*/pids\.max'"):
+            await backend.start("refused")
+        assert backend._keeper is not None
+        runs = groups_of(backend._keeper.pid)
+        assert runs
+        assert not [run for run in runs if (run / "refused").exists()]
+    finally:
+        await backend.close()
+
+
 async def test_attributes_of_the_users_files_are_hidden() -> None:
     spec = spec_for("landlock_user")
     assert spec.run_as is not None

@@ -153,22 +153,27 @@ class Groups:
             OSError: the kernel rejects one of them.
         """
         places = {controller: f"{base}/{name}" for controller, base in self.bases.items()}
-        for place in set(places.values()):
-            os.mkdir(place)
-        one = self.version == 1
-        _write(f"{places['memory']}/memory.{'limit_in_bytes' if one else 'max'}", str(memory_mb << 20))
-        if not one and os.path.exists(f"{places['memory']}/memory.swap.max"):
-            _write(f"{places['memory']}/memory.swap.max", "0")
-        if "pids" in places:
-            _write(f"{places['pids']}/pids.max", str(pids))
-        if "cpu" in places and cpus is not None:
-            quota = str(max(1000, int(cpus * 100_000)))
-            if one:
-                _write(f"{places['cpu']}/cpu.cfs_period_us", "100000")
-                _write(f"{places['cpu']}/cpu.cfs_quota_us", quota)
-            else:
-                _write(f"{places['cpu']}/cpu.max", f"{quota} 100000")
-        return ControlGroup(places, self.version)
+        try:
+            for place in set(places.values()):
+                os.mkdir(place)
+            one = self.version == 1
+            _write(f"{places['memory']}/memory.{'limit_in_bytes' if one else 'max'}", str(memory_mb << 20))
+            if not one and os.path.exists(f"{places['memory']}/memory.swap.max"):
+                _write(f"{places['memory']}/memory.swap.max", "0")
+            if "pids" in places:
+                _write(f"{places['pids']}/pids.max", str(pids))
+            if "cpu" in places and cpus is not None:
+                quota = str(max(1000, int(cpus * 100_000)))
+                if one:
+                    _write(f"{places['cpu']}/cpu.cfs_period_us", "100000")
+                    _write(f"{places['cpu']}/cpu.cfs_quota_us", quota)
+                else:
+                    _write(f"{places['cpu']}/cpu.max", f"{quota} 100000")
+            return ControlGroup(places, self.version)
+        except OSError:
+            for place in set(places.values()):
+                _rmdir(place)
+            raise
 
     def close(self) -> None:
         """Delete the groups of this run."""
@@ -224,8 +229,12 @@ def _oom_kills(path: str) -> int:
 
 
 def _write(path: str, text: str) -> None:
-    with open(path, "w") as f:
-        f.write(text)
+    try:
+        with open(path, "w") as f:
+            f.write(text)
+    except OSError as error:
+        error.filename = path  # what the kernel refuses when it is written has none
+        raise
 
 
 def _rmdir(path: str) -> bool:
