@@ -514,6 +514,23 @@ async def test_a_sandbox_whose_limit_the_kernel_refuses_leaves_no_control_group(
         await backend.close()
 
 
+async def test_sandboxes_start_once_their_folder_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "later"))
+    backend = make_backend(spec_for("process"))
+    await backend.open()
+    try:
+        with pytest.raises(SandboxUnavailable, match="No such file or directory"):
+            await backend.start("early")
+        (tmp_path / "later").mkdir()
+        _, link, home = await backend.start("late")
+        link.close()
+        assert Path(home).is_relative_to(tmp_path / "later")
+    finally:
+        await backend.close()
+
+
 async def test_attributes_of_the_users_files_are_hidden() -> None:
     spec = spec_for("landlock_user")
     assert spec.run_as is not None

@@ -211,9 +211,10 @@ class Keeper:
     def run_folder(self, place: str) -> str:
         """Return the directory of the sandboxes that have no separate file system."""
         if self.folder is None:
-            self.folder = leftovers.run_folder(place)
+            folder = leftovers.run_folder(place)
             leftovers.sweep_folders(place)
-            os.mkdir(self.folder, 0o711)
+            os.mkdir(folder, 0o711)
+            self.folder = folder
         return self.folder
 
     def end(self, box: KeptBox) -> None:
