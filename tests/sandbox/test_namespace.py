@@ -454,6 +454,18 @@ def limited(limit: str, python: str) -> Iterator[str]:
         shutil.rmtree(folder)
 
 
+@contextlib.contextmanager
+def sleepers(user: int, count: int) -> Iterator[None]:
+    """Other processes of this user."""
+    running = [subprocess.Popen(["sleep", "60"], user=user, group=user, extra_groups=[]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
 def open_files(backend: LocalBackend) -> int:
     assert backend._keeper is not None
     return len(os.listdir(f"/proc/{backend._keeper.pid}/fd"))
@@ -472,6 +484,23 @@ async def test_a_sandbox_that_cannot_be_forked_leaves_nothing_in_the_keeper(name
                     await backend.start(f"refused.{number}")
                 assert open_files(backend) == before
             assert not list(Path(tempfile.gettempdir()).glob(f"agentrl-{ORDINARY_USER + 2}-*/refused.*"))
+        finally:
+            await backend.close()
+
+
+async def test_a_sandbox_whose_folder_no_process_can_delete_leaves_none() -> None:
+    user = ORDINARY_USER + 3
+    with limited("-u 20", SYSTEM_PYTHON) as python:
+        backend = make_backend(replace(spec_for("landlock_user"), run_as=user, python=python))
+        await backend.open()
+        try:
+            process, link, home = await backend.start("one")
+            with sleepers(user, 20):
+                os.kill(process.pid, signal.SIGKILL)
+                await process.ended
+            link.close()
+            assert (process.end or {})["exit"] == signal.SIGKILL
+            assert not Path(home).parent.exists()
         finally:
             await backend.close()
 

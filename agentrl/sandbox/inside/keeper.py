@@ -250,7 +250,12 @@ class Keeper:
 
     def clean(self, folder: str, report: dict[str, Any]) -> None:
         """Delete a folder in another process, as it may hold millions of files, and then report."""
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # no process can be started now: the others wait
+            leftovers.remove_tree(folder)
+            self.tell(report)
+            return
         if pid == 0:
             try:
                 self.control.close()  # so that the main program notices at once when the keeper dies
