@@ -117,7 +117,7 @@ class LocalBackend:
         loop = asyncio.get_running_loop()
         python = self.spec.python or self._interpreter()
         program = bundle.program("keeper", compiled=python == _own_interpreter())
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = _socket_pair(socket.SOCK_SEQPACKET)
         text = f"{program}{theirs.fileno()}, {os.getpid()})\n"
         try:
             self._keeper = self._launch(python, theirs.fileno())
@@ -201,7 +201,7 @@ class LocalBackend:
             "rlimits": {"NPROC": spec.pids + 2, **USER_RLIMITS}, "ttl_s": spec.ttl_s,
             "folders": tempfile.gettempdir(),
         }  # fmt: skip
-        ours, theirs = socket.socketpair()
+        ours, theirs = _socket_pair(socket.SOCK_STREAM)
         with theirs:
             link = await StreamLink.over(ours, name)
             self._pending[name] = asyncio.get_running_loop().create_future()
@@ -312,6 +312,14 @@ class LocalBackend:
         if self.spec.run_as or os.getuid() != 0:  # only root can give each sandbox a separate user
             always -= {"own_quotas"}
         return always, (always | more) & frozenset(PROMISES)
+
+
+def _socket_pair(kind: socket.SocketKind) -> tuple[socket.socket, socket.socket]:
+    """Return connected sockets. Raises SandboxUnavailable if this process has too many open files."""
+    try:
+        return socket.socketpair(socket.AF_UNIX, kind)
+    except OSError as error:
+        raise SandboxUnavailable(f"no socket to a sandbox can be created: {error}") from error
 
 
 def _own_interpreter() -> str:

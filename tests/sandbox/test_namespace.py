@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -524,6 +525,25 @@ async def test_a_sandbox_for_which_the_keeper_has_no_open_file_left_leaves_nothi
                 link.close()
         finally:
             await backend.close()
+
+
+@contextlib.contextmanager
+def no_new_files() -> Iterator[None]:
+    """This process can open no more files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_program_with_too_many_open_files_has_no_sandbox_for_now() -> None:
+    async with SandboxPool(Sandbox(), min_idle=0) as pool:
+        with pytest.raises(SandboxUnavailable, match="Too many open files"), no_new_files():
+            await pool.acquire()
+        async with pool.lease() as box:
+            assert (await box.run("true")).ok
 
 
 async def test_a_sandbox_whose_limit_the_kernel_refuses_leaves_no_control_group() -> None:
