@@ -173,8 +173,8 @@ class Sandbox(SandboxLimits):
     token_file: str | None = None
     """remote: path of the file that holds the server's token."""
     ttl_s: float = 3600.0
-    """Seconds after which a leased sandbox ends automatically if it is never released. A sandbox that ends during its
-    episode counts as broken by the policy: allow for the episode and its rewards, each of which may take
+    """Seconds after which a leased sandbox ends automatically if it is never released. A sandbox that ends during
+    its episode counts as broken by the policy: allow for the episode and its rewards, each of which may take
     `rollout.timeout_s`."""
     on_death: Literal["score", "infra"] = "score"
     """How to handle an episode whose sandbox dies, for no known outside cause, after a program has run in it.

@@ -459,11 +459,11 @@ async def test_a_sandbox_that_ends_with_its_program_is_a_crash(renderer: Rendere
             return -1.0
 
     async with boxed(
-        engine_of(renderer, [say("11")]), renderer, program("ask()\nwhile True: pass"), Untouched
+        engine_of(renderer, [say("11")]), renderer, program("ask(); import time; time.sleep(60)"), Untouched
     ) as player:
         agent = player.agent
         assert isinstance(agent, BoxedAgent)
-        short = replace(agent, spec=replace(agent.spec, ttl_s=5.0))
+        short = replace(agent, spec=replace(agent.spec, ttl_s=12.0))
         found = await replace(player, agent=short, crash=crash).play(Task("t"), episode_id="e", seed=1)
     assert found.crash.startswith("its sandbox has ended: ")
     if crash == "infra":

@@ -6,6 +6,7 @@ import asyncio
 import os
 import pickle
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,16 @@ async def test_a_box_ends_itself_when_its_time_is_over() -> None:
         await asyncio.sleep(0.8)
         with pytest.raises(SandboxError):
             await box.run(["true"])
+        await pool.release(box)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["namespace", "landlock", "process"])
+async def test_a_box_whose_time_is_over_ends_its_call(name: str) -> None:
+    async with SandboxPool(replace(spec_for(name), ttl_s=3.0, wall_s=150.0), min_idle=0) as pool:
+        box = await pool.acquire()
+        with pytest.raises(SandboxError):
+            await box.run("sleep 140")
         await pool.release(box)
 
 
