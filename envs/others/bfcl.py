@@ -37,8 +37,8 @@ CATEGORIES = ("multi_turn_base", "multi_turn_long_context", "multi_turn_miss_fun
 MAX_STEPS = 20
 """Answers with calls in one turn of the user; BFCL ends the episode after one more."""
 MAX_DIGITS, MAX_BITS = 10_000, 1 << 20
-"""Maximum precision of a calculation, and size of a power. Python takes one step for larger ones, too: no timeout
-ends it, and nothing else in the process runs meanwhile."""
+"""Maximum precision of a calculation, and size of a power. Python computes larger ones in a single step, which no
+timeout ends and during which nothing else in the process runs."""
 MORE_TOOLS = "I have updated some more functions you can choose from. What about now?"
 PYTHON = """You call functions to help the user. To call some, answer only with a list of calls in Python's
 syntax: [name(argument='value'), other(count=2)]. You get their results. When you are done with a request, answer
