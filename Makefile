@@ -35,9 +35,10 @@ fix: $(VENV)/.dev  ## format, and fix what ruff can
 docs: $(VENV)/.docs  ## the documentation site, into build/site; broken links are errors
 	$(BIN)/python scripts/docs-site
 
-# Programs that tests start import for seconds; with Python's thresholds they would look for garbage all the while.
-RARELY_IN_TESTS := import atexit, gc, os; "PYTEST_VERSION" in os.environ \
-	and (gc.set_threshold(30_000, 20, 10), atexit.register(gc.freeze), atexit.register(gc.collect))
+# Programs that tests start import for seconds. With Python's thresholds, they would look for garbage all the while, and
+# free every object at exit. agentrl's own commands must still find other thresholds than theirs; see agentrl/garbage.py.
+RARELY := (gc.set_threshold(30_000, 20, 10), atexit.register(gc.freeze), atexit.register(gc.collect))
+RARELY_IN_TESTS := import atexit, gc, os; "PYTEST_VERSION" in os.environ and $(RARELY)
 
 $(VENV)/.train: pyproject.toml constraints.txt
 	test -x $(BIN)/python || { $(PYTHON) -m venv $(VENV) && { $(BIN)/python $(NEWEST_PIP); }; }
@@ -103,10 +104,8 @@ $(VENV)/verifiers/.done:
 	$(INSTALL) verifiers==0.4.0
 	touch $@
 
-# They import for seconds, and would look for garbage meanwhile; at exit they would free every object.
-RARELY := import atexit, gc; gc.set_threshold(20_000, 20, 10); atexit.register(gc.freeze)
 $(VENV)/%/.rarely: $(VENV)/%/.done
-	echo '$(RARELY)' >$$(echo $(VENV)/$*/lib/python3*/site-packages)/collect_rarely.pth
+	echo 'import atexit, gc; $(RARELY)' >$$(echo $(VENV)/$*/lib/python3*/site-packages)/collect_rarely.pth
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.train

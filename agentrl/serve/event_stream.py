@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 FAREWELL_S = 1.0
 """Time limit for telling a client that the server is shutting down."""
 
@@ -125,7 +125,7 @@ class EventStream:
 
     async def _send(self, send: Send) -> None:
         try:
-            await self._put(send, {"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await self._put(send, {"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
             self._begun = True
             async for data in self._events:
                 await self._put(send, {"type": "http.response.body", "body": data, "more_body": True})

@@ -77,20 +77,20 @@ def test_each_named_set_has_its_own_tasks_interval_and_sampling(tmp_path: Path):
 def test_an_evaluation_in_the_background_measures_the_weights_of_its_step(tmp_path: Path):
     sampled = {"attempts": 4, "temperature": 1.0, "tasks": 3, "every": 1}
     waiting = settings(eval=sampled)
-    beside = settings(eval=sampled | {"background": True})
+    background = settings(eval=sampled | {"background": True})
     assert run(waiting, tmp_path / "waiting").finished
     said = io.StringIO()
     with PlainDisplay(Console(file=said, width=100), again="") as display:
-        assert run(beside, tmp_path / "beside", display).finished
+        assert run(background, tmp_path / "background", display).finished
     assert [f"evaluation after step {step}: held_out" in said.getvalue() for step in range(1, 5)] == [True] * 4
-    assert any(line.get("late") for line in raw(tmp_path / "beside"))
-    one, other = read_metrics(tmp_path / "waiting"), read_metrics(tmp_path / "beside")
+    assert any(line.get("late") for line in raw(tmp_path / "background"))
+    one, other = read_metrics(tmp_path / "waiting"), read_metrics(tmp_path / "background")
     assert [line["step"] for line in other] == [0, 1, 2, 3, 4]
     keys = ("held_out_reward", "held_out", "held_out_pass", "reward")
     assert [[line.get(k) for k in keys] for line in one] == [[line.get(k) for k in keys] for line in other]
-    columns = RunReader(tmp_path / "beside").metrics
+    columns = RunReader(tmp_path / "background").metrics
     assert columns.values["held_out_reward"] == [line["held_out_reward"] for line in other]
-    assert (tmp_path / "beside" / "checkpoints" / "best").exists()
+    assert (tmp_path / "background" / "checkpoints" / "best").exists()
 
 
 @pytest.mark.timeout(180)

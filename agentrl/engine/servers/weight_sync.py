@@ -355,10 +355,10 @@ class _JoinFailed(EngineError):
 
 
 async def push_to_each(
-    servers: Sequence[InferenceServer], work: Work, beside: Coroutine[Any, Any, None] | None = None
+    servers: Sequence[InferenceServer], work: Work, alongside: Coroutine[Any, Any, None] | None = None
 ) -> Failures:
-    """Run `work` for all servers at once, together with `beside`; return which failed, and why."""
-    jobs = [work(server) for server in servers] + ([beside] if beside is not None else [])
+    """Run `work` for all servers at once, together with `alongside`; return which failed, and why."""
+    jobs = [work(server) for server in servers] + ([alongside] if alongside is not None else [])
     results = await asyncio.gather(*jobs, return_exceptions=True)
     failures: Failures = {}
     for server, result in zip(servers, results, strict=False):
@@ -366,7 +366,7 @@ async def push_to_each(
             failures[server] = result
         elif isinstance(result, BaseException):
             raise result
-    if beside is not None and isinstance(results[-1], EngineError) and not failures:
+    if alongside is not None and isinstance(results[-1], EngineError) and not failures:
         failures = dict.fromkeys(servers, results[-1])
     return failures
 

@@ -110,16 +110,16 @@ class Supervisor(Programs):
             self._refuse(call.id, f"{type(error).__name__}: {error}", lost=call.session is not None)
 
     def _timeout_ms(self) -> float:
-        if self.call is None:
-            until = self.expires
-        elif self.call.is_quick:
-            return QUICK_S * 1000
-        else:
-            until = min(self.call.deadline, self.expires)
+        until = self.expires
+        if self.call is not None:
+            if self.call.is_quick:
+                return QUICK_S * 1000
             if self.call.interrupted_at is not None:
-                until = min(self.call.interrupted_at + INTERRUPT_GRACE_S, self.expires)
-            elif self.meter.must_watch:
-                until = min(until, self.watch_at)
+                until = min(until, self.call.interrupted_at + INTERRUPT_GRACE_S)
+            else:
+                until = min(until, self.call.deadline)
+                if self.meter.must_watch:
+                    until = min(until, self.watch_at)
         return max(0.0, (until - time.monotonic()) * 1000 + 0.5)
 
     def _on_time(self) -> None:
