@@ -13,6 +13,7 @@ from agentrl.agents.program import Access, Agent, AgentCrashedError, AgentTask, 
 from agentrl.agents.recorder import EpisodeRecording, Recorder
 from agentrl.env.env import Env, PolicyAccess
 from agentrl.errors import EngineError, InfraError
+from agentrl.plural import plural
 from agentrl.rollout.episode import TokenCheck, checked
 from agentrl.rollout.lifecycle import (
     EpisodeStatus,
@@ -145,7 +146,7 @@ class AgentPlayer:
         _check_policy(recording)
         episode.crash = crashed if recording.stop is None else ""  # at a limit, that is the reason
         if episode.crash and (self.crash == "infra" or not episode.turns):
-            raise InfraError(f"the agent crashed after {recording.num_turns} turns: {crashed}")
+            raise InfraError(f"the agent crashed after {plural(recording.num_turns, 'turn')}: {crashed}")
         if not episode.turns:
             raise _without_completion(recording)
         episode.count({"agent/crashed": 1.0} if crashed else {})

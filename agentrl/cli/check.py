@@ -12,6 +12,7 @@ import typer
 from agentrl.cli import exam as exams
 from agentrl.cli.options import Overrides
 from agentrl.extras import require
+from agentrl.plural import plural
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -110,7 +111,7 @@ def _overview(rehearsal: Rehearsal) -> Text:
     context = f", the model takes {rehearsal.max_context:,}" if rehearsal.max_context else ""
     per_step = rollout.groups_per_step * rollout.group_size
     rows = [
-        ("run", f"{config.name}: {config.steps} steps of {per_step} episodes"),
+        ("run", f"{config.name}: {plural(config.steps, 'step')} of {plural(per_step, 'episode')}"),
         ("env", config.sole_env.shown),
         *[("tool" if number == 0 else "", line) for number, line in enumerate(rehearsal.tools)],
         ("rewards", ", ".join(rehearsal.rewards) or "none"),

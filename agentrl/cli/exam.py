@@ -10,6 +10,7 @@ import typer
 
 from agentrl.errors import ConfigError
 from agentrl.exam.marks import CHECKS, Level
+from agentrl.plural import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -196,18 +197,20 @@ def _print_policies(console: Console, result: ExamResult) -> None:
 
     for policy in result.policies:
         solved = "" if policy.solved is None else f", solves {policy.solved:.0%}"
-        line = f"{policy.name:<13}earns {policy.reward:.3g} on average in {policy.episodes:,} episodes{solved}"
+        episodes = plural(policy.episodes, "episode")
+        line = f"{policy.name:<13}earns {policy.reward:.3g} on average in {episodes}{solved}"
         console.print(Text(line, "dim"), soft_wrap=True)
     if result.profile is not None:
         rows = [row for row in result.profile.tasks if row.solved is not None]
         never = sum(row.solved == 0 for row in rows)
         always = sum(row.solved == row.attempts for row in rows)
         text = (
-            f"{result.profile.policy}: of {len(rows)} tasks, {never} never solved, {always} always, "
-            f"{len(rows) - never - always} sometimes, in {result.profile.attempts} episodes each"
+            f"{result.profile.policy}: of {plural(len(rows), 'task')}, {never} never solved, {always} always, "
+            f"{len(rows) - never - always} sometimes, in {plural(result.profile.attempts, 'episode')} each"
         )
         console.print(Text(text), soft_wrap=True)
     slowest = max(result.calls, key=lambda call: call.median_s, default=None)
     calls = f"; slowest call: {slowest.name}, {slowest.median_s:.3f} s" if slowest else ""
-    facts = f"{result.num_examined} tasks, {result.episodes:,} episodes in {result.seconds:.1f} s{calls}"
+    tasks, episodes = plural(result.num_examined, "task"), plural(result.episodes, "episode")
+    facts = f"{tasks}, {episodes} in {result.seconds:.1f} s{calls}"
     console.print(Text(facts, "dim"), soft_wrap=True)

@@ -13,6 +13,7 @@ import typer
 
 from agentrl.cli.options import new_file
 from agentrl.errors import ConfigError
+from agentrl.plural import plural
 
 
 class Format(StrEnum):
@@ -72,7 +73,7 @@ def export(
         write_atomic(out, data)
     left_out = "; ".join(f"{count} {reason}" for reason, count in chosen.left_out.items())
     left_out = f"; left out: {left_out}" if left_out else ""
-    print(f"{next(count)} episodes" + (f" to {out}" if out else "") + left_out, file=sys.stderr)
+    print(plural(next(count), "episode") + (f" to {out}" if out else "") + left_out, file=sys.stderr)
 
 
 def _steps(text: str) -> tuple[int | None, int | None]:

@@ -14,6 +14,7 @@ import typer
 
 from agentrl.errors import ConfigError
 from agentrl.extras import require
+from agentrl.plural import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -108,7 +109,7 @@ def _print(console: Console, found: Rescoring) -> None:
 
     episodes = found.episodes
     replayed = sum(not episode.replayed for episode in episodes)
-    console.print(f"{len(episodes):,} episodes, {replayed:,} replayed exactly", highlight=False)
+    console.print(f"{plural(len(episodes), 'episode')}, {replayed:,} replayed exactly", highlight=False)
     for reason, count in _counted([episode.replayed for episode in episodes]):
         console.print(f"  {count:,} not replayed: {reason}", highlight=False, markup=False, soft_wrap=True)
     for reason, count in sorted(found.left_out.items()):
@@ -174,7 +175,7 @@ def _print_raised(console: Console, episodes: Sequence[RescoredEpisode]) -> None
     raised = [episode for episode in episodes if episode.faults]
     if raised:
         name, text = next(iter(raised[0].faults.items()))
-        said = f"rewards raised in {len(raised):,} episodes; {raised[0].id}, {name}: {text}"
+        said = f"rewards raised in {plural(len(raised), 'episode')}; {raised[0].id}, {name}: {text}"
         console.print(said, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 

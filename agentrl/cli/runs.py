@@ -12,6 +12,7 @@ import typer
 from agentrl.clean import visible
 from agentrl.cli.options import no_run
 from agentrl.errors import ConfigError
+from agentrl.plural import plural
 
 if TYPE_CHECKING:
     from agentrl.run_folder.run_reader import Json
@@ -162,7 +163,9 @@ def _print(compared: Json, names: list[str]) -> None:
     if not tasks:
         console.print(f"\nno task in common in the last {LAST_STEPS} steps of each")
         return
-    console.print(f"\n{len(tasks)} tasks in common, {lost} with a lower reward in {names[-1]}", markup=False)
+    console.print(
+        f"\n{plural(len(tasks), 'task')} in common, {lost} with a lower reward in {names[-1]}", markup=False
+    )
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("task", overflow="fold")
     for heading in ("before", "after", "change"):

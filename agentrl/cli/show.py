@@ -12,6 +12,7 @@ import typer
 
 from agentrl.clean import visible
 from agentrl.errors import CheckpointError, ConfigError
+from agentrl.plural import plural
 
 if TYPE_CHECKING:
     from agentrl.run_folder.records import EpisodeRecord
@@ -198,7 +199,7 @@ def _print(records: Sequence[EpisodeRecord], total: int, num: int, where: str | 
         return
     console = SafeConsole()
     if where is not None:
-        console.print(f"[bold]{where}[/bold]: {total} episodes\n")
+        console.print(f"[bold]{where}[/bold]: {plural(total, 'episode')}\n")
         if not records:
             return
         console.print(step_table(records[:ROWS]))

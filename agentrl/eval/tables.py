@@ -11,6 +11,7 @@ from agentrl.env.solved import NOT_DECLARED
 from agentrl.eval.compare import Comparison
 from agentrl.eval.result import EvalResult
 from agentrl.eval.stats import Estimate
+from agentrl.plural import plural
 from agentrl.reporting.display import duration, percent
 
 WIDEST = 40
@@ -21,7 +22,7 @@ def result_text(result: EvalResult) -> Text:
     """Results with confidence intervals, counts of problems, cost, and the folder."""
     spec, estimates = result.spec, result.estimates
     tasks = result.episodes // spec.attempts
-    what = _number_of(tasks, f"{spec.split.replace('_', '-')} task")
+    what = plural(tasks, f"{spec.split.replace('_', '-')} task")
     what += f", {spec.attempts} attempts each" if spec.attempts > 1 else ""
     if (solved := estimates.get("solved")) is not None:
         rows = [
@@ -33,9 +34,7 @@ def result_text(result: EvalResult) -> Text:
     else:
         rows = [("played", what), ("solved", NOT_DECLARED)]
     if result.lost:
-        rows.append(
-            ("lost", f"{_number_of(result.lost, 'task')} that could not be played; excluded from all metrics")
-        )
+        rows.append(("lost", f"{plural(result.lost, 'task')} that could not be played; excluded from all metrics"))
     rows += [(name, _share(value)) for name, value in estimates.items() if name.startswith("pass")]
     rewards = {name: value for name, value in estimates.items() if name.startswith("reward/")}
     if "reward" in estimates:
@@ -85,7 +84,7 @@ def comparison_text(found: Comparison) -> Text:
         rows += [
             (name, f"{a} -> {b}"),
             ("", f"{difference.mean * scale:+.3g}{unit}, between {low:+.3g} and {high:+.3g} with 95 % confidence"),
-            ("", f"better on {_number_of(value.better, 'task')}, equal on {value.equal}, worse on {value.worse}"),
+            ("", f"better on {plural(value.better, 'task')}, equal on {value.equal}, worse on {value.worse}"),
             (
                 "",
                 f"p = {value.p:.4g} (paired sign-flip permutation test, {'exact' if value.exact else 'sampled'})",
@@ -105,10 +104,6 @@ def _rows(rows: list[tuple[str, str]]) -> Text:
         Text(f"{name:<{width}}", style="bold").append(value, style="not bold")
         for name, (_, value) in zip(names, rows, strict=True)
     )
-
-
-def _number_of(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _share(value: Estimate) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from agentrl.errors import ConfigError
 from agentrl.exam.marks import CHECKS, ExamResult, Level, Profile
+from agentrl.plural import plural
 
 JSON_FILE, PAGE_FILE = "exam.json", "exam.html"
 
@@ -92,8 +93,9 @@ def _section(result: ExamResult) -> str:
     name = f"{result.name}: {result.use}" if result.name else result.use
     oracle = "with an oracle" if result.oracle else "without an oracle"
     facts = (
-        f"{result.num_examined:,} tasks, of {result.num_tasks:,} training tasks and the held-out ones, {oracle}; "
-        f"{result.episodes:,} episodes in {result.seconds:.1f} s"
+        f"{plural(result.num_examined, 'task')}, of {plural(result.num_tasks, 'training task')} and the held-out "
+        f"ones, {oracle}; "
+        f"{plural(result.episodes, 'episode')} in {result.seconds:.1f} s"
     )
     parts = [f"<h2>{html.escape(name)}</h2><p>{facts}</p>", "<h3>Checks</h3>", _checks(result)]
     if result.policies:
@@ -136,9 +138,8 @@ def _tasks(tasks: Sequence[str]) -> str:
 
 def _profile(profile: Profile) -> str:
     known = [row for row in profile.tasks if row.solved is not None]
-    head = (
-        f"<p>{html.escape(profile.policy)}, {profile.attempts} episodes of each of {len(profile.tasks)} tasks</p>"
-    )
+    played = f"{plural(profile.attempts, 'episode')} of each of {plural(len(profile.tasks), 'task')}"
+    head = f"<p>{html.escape(profile.policy)}, {played}</p>"
     if not known:
         return head + _table(("task", "mean reward"), [(row.task, f"{row.reward:.3g}") for row in profile.tasks])
     counts = Counter(row.solved for row in known)

@@ -32,6 +32,7 @@ from agentrl.errors import ConfigError, EnvError, InfraError, RewardError
 from agentrl.learner.lora import refuse_unknown_targets
 from agentrl.models.folder import check_model_folder
 from agentrl.models.tiny import make_tokenizer
+from agentrl.plural import plural
 from agentrl.reporting.report import Silent
 from agentrl.rollout.content import Content, check_held_out, corpus, fewer_tasks, load_content, repeated_ids
 from agentrl.rollout.episode_metrics import reward_parts
@@ -394,7 +395,9 @@ def _limit_findings(config: RunConfig, episode: Episode) -> list[str]:
     """Limits that the scripted episode runs into: a policy that does it right would, too."""
     rollout, findings = config.rollout, []
     if episode.stop_reason in LIMITS:
-        findings.append(f"the scripted episode was cut: {episode.stop_reason} after {len(episode.turns)} turns")
+        findings.append(
+            f"the scripted episode was cut: {episode.stop_reason} after {plural(len(episode.turns), 'turn')}"
+        )
     longest = max((turn.tokens for turn in episode.turns), default=0)
     if longest > rollout.max_tokens:
         findings.append(

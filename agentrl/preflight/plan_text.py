@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from agentrl.plural import plural
 from agentrl.preflight.estimate import Arithmetic, Phase, Plan, size
 from agentrl.preflight.machines import Machine
 from agentrl.preflight.predict import DECODE_SHARE, FILLED, HOST, LINK_SHARE, MFU, SMALL_MFU, Prediction
@@ -16,12 +17,11 @@ def lines(plan: Plan) -> Sequence[str]:
     out = [
         f"model       {shape.kind}, {shape.parameters:,} parameters, {shape.layers} blocks, "
         f"context {shape.max_context:,}",
-        f"step        {_episodes(batch)}, "
-        f"in {batch.updates} update{'s' * (batch.updates > 1)} of {batch.episodes_per_update:g}",
+        f"step        {_episodes(batch)}, in {plural(batch.updates, 'update')} of {batch.episodes_per_update:g}",
         f"tokens      at most {batch.tokens:,} per step, {batch.sampled_tokens:,} of them sampled; "
         f"{batch.micro_batches_per_rank:,} micro-batch{'es' * (batch.micro_batches_per_rank > 1)} "
         "per update and rank",
-        f"run         {batch.steps:,} steps, {batch.episodes_in_all:,} episodes{rows}",
+        f"run         {plural(batch.steps, 'step')}, {plural(batch.episodes_in_all, 'episode')}{rows}",
         *[f"{'placement' if n == 0 else '':<11} {line}" for n, line in enumerate(plan.placement)],
     ]
     out.append(f"attention   {plan.attention}")
@@ -44,10 +44,10 @@ def lines(plan: Plan) -> Sequence[str]:
 
 def _episodes(batch: Arithmetic) -> str:
     """The episodes of a step."""
-    tasks = f"{batch.tasks} task{'s' * (batch.tasks > 1)}"
-    episodes = f"{batch.episodes:,} episode{'s' * (batch.episodes > 1)}"
+    tasks = plural(batch.tasks, "task")
+    episodes = plural(batch.episodes, "episode")
     if batch.greedy:
-        episodes += f" and {batch.greedy:,} greedy one{'s' * (batch.greedy > 1)}"
+        episodes += f" and {plural(batch.greedy, 'greedy one')}"
     if batch.averaged:
         return f"{tasks}, {episodes} on average"
     return f"{tasks} x {batch.episodes // batch.tasks} = {episodes}"

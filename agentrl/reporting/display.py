@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.clean import visible
+from agentrl.plural import plural
 from agentrl.reporting.notes import Notes
 from agentrl.reporting.report import Reporter, Summary
 from agentrl.reporting.safe_console import RunConsole
@@ -438,7 +439,7 @@ def summary_text(summary: Summary, *, again: str, columns: int = 100) -> Text:
     phases = [f"training {duration(summary.train_seconds)}"]
     if summary.warmup_seconds >= 0.5:
         phases.insert(0, f"cold start {duration(summary.warmup_seconds)}")
-    steps = f"{summary.steps} step" if summary.steps == 1 else f"{summary.steps} steps"
+    steps = plural(summary.steps, "step")
     title, resumes = "done", "resumes where this run stopped"
     if not summary.finished and summary.steps:
         title = f"stopped by request after {steps}; everything is saved"
@@ -447,7 +448,7 @@ def summary_text(summary: Summary, *, again: str, columns: int = 100) -> Text:
     rows = [
         *_before_and_after(summary),
         ("wall time", duration(summary.wall_seconds), ", ".join(phases), ""),
-        ("episodes", f"{summary.episodes:,}", f"{summary.sampled_tokens:,} tokens in {steps}", ""),
+        ("episodes", f"{summary.episodes:,}", f"{plural(summary.sampled_tokens, 'token')} in {steps}", ""),
     ]
     scored = summary.scored or summary.episodes
     for name, count, of, remark in (

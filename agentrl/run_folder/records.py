@@ -21,6 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from agentrl.clean import clean_text, first_reason
 from agentrl.errors import CheckpointError
+from agentrl.plural import plural
 from agentrl.run_folder.files import MAX_BYTES, decompressed, open_regular
 from agentrl.types import Episode
 
@@ -218,7 +219,9 @@ def iter_records(run: Path, step: int) -> Iterator[EpisodeRecord]:
             yield decode(line)
         except ValidationError as e:
             where = f"{recorded_file(run, step)}:{num_read + 1}"
-            raise CheckpointError(f"{where}: damaged after {num_read} episodes: {first_reason(e)}") from None
+            raise CheckpointError(
+                f"{where}: damaged after {plural(num_read, 'episode')}: {first_reason(e)}"
+            ) from None
 
 
 def episode_lines(run: Path, step: int) -> Iterator[bytes]:
@@ -241,7 +244,9 @@ def episode_lines(run: Path, step: int) -> Iterator[bytes]:
         raise CheckpointError(f"{path}: cannot be read: {e.strerror}") from None
     except (zstandard.ZstdError, MemoryError, EOFError, RecursionError) as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
-        raise CheckpointError(f"{path}:{num_read + 1}: damaged after {num_read} episodes: {reason}") from e
+        raise CheckpointError(
+            f"{path}:{num_read + 1}: damaged after {plural(num_read, 'episode')}: {reason}"
+        ) from e
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from agentrl.config.run import RunConfig
+from agentrl.plural import plural
 from agentrl.reporting.report import Reporter
 from agentrl.rollout.admission import Batch
 from agentrl.types import Episode
@@ -71,4 +72,4 @@ def starting_engine(config: RunConfig) -> str:
         return "loading the engine"
     if server.urls:
         return f"connecting to {', '.join(server.addresses)}"
-    return f"starting {server.replicas} {engine.kind} server{'s' if server.replicas != 1 else ''}"
+    return f"starting {plural(server.replicas, f'{engine.kind} server')}"

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.clean import visible
+from agentrl.plural import plural
 from agentrl.rollout.episode_metrics import reward_parts
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.types import LIMITS, CallRecord, Episode, Image, Message, Task, ToolCall, Turn
@@ -109,7 +110,7 @@ def _message(message: Message, turn: Turn | None, answers: Mapping[str, CallReco
             head.append(f"  {_seconds(answer.seconds)}", style="dim")
     elif turn is not None:
         cut = "  cut at its token limit" if turn.finish == "length" else ""
-        head.append(f"  {turn.tokens} tokens  {_seconds(turn.engine_seconds)}", style="dim").append(
+        head.append(f"  {plural(turn.tokens, 'token')}  {_seconds(turn.engine_seconds)}", style="dim").append(
             cut, style="yellow"
         )
     lines = [head]
@@ -130,7 +131,7 @@ def _foot(record: EpisodeRecord) -> Text:
     parts = ", ".join(f"{name} {value:g}" for name, value in reward_parts(episode).items())
     foot.append(f" ({parts})" if parts else "", style="dim")
     foot.append("  advantage: ").append_text(_advantage(record))
-    foot.append(f"\n{num_sampled(episode)} tokens in {_seconds(episode.seconds)}", style="dim")
+    foot.append(f"\n{plural(num_sampled(episode), 'token')} in {_seconds(episode.seconds)}", style="dim")
     found = ", ".join(f"{name} {count:g}" for name, count in mistakes(episode).items())
     if found:
         foot.append("  mistakes: ").append(found, style="yellow")

@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from agentrl.errors import CheckpointError, ConfigError
+from agentrl.plural import plural
 from agentrl.run_folder.run_reader import Json
 from agentrl.view import run_page
 from agentrl.view.bundle import Answer, single_file, write_folder
@@ -79,7 +80,7 @@ def _contents(library: Library, written: Mapping[str, int], extent: Extent) -> s
     episodes, steps = written["episodes"], written["steps"]
     recorded = sum(len(reader.steps) for reader in library.runs.values())
     runs = len(library.runs)
-    text = f"{runs} {'run' if runs == 1 else 'runs'}, {steps} of {recorded} steps, {episodes} episodes in full"
+    text = f"{plural(runs, 'run')}, {steps} of {plural(recorded, 'step')}, {plural(episodes, 'episode')} in full"
     return f"{text}; texts, tokens and paths are left out" if extent.redact else text
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from rich.text import Text
 
 from agentrl.clean import visible
+from agentrl.plural import plural
 from agentrl.types import Origin, Segment
 from agentrl.view.pieces import token_pieces
 
@@ -59,8 +60,7 @@ def _style(origin: Origin, advantage: float | None) -> str:
 
 
 def _label(segment: Segment, advantage: float | None, *, observed: bool) -> str:
-    plural = "token" if len(segment.ids) == 1 else "tokens"
-    label = f" {segment.origin}: {len(segment.ids)} {plural}"
+    label = f" {segment.origin}: {plural(len(segment.ids), 'token')}"
     if segment.origin == "observation" and observed:
         return f"{label}, in the observation loss "
     if segment.origin != "sampled":

@@ -332,7 +332,7 @@ class TestTrouble:
 
         async with playing(engine_of(renderer), renderer, agent) as player:
             lost = await player.play(TASK, episode_id="e", seed=1)
-            assert lost.error == "InfraError: the agent crashed after 1 turns: KeyError: 'oops'"
+            assert lost.error == "InfraError: the agent crashed after 1 turn: KeyError: 'oops'"
             assert (lost.reward, lost.stop_reason) == (None, StopReason.INFRA)
             assert len(lost.turns) == 1, "kept for the record"
             scored = await replace(player, crash="score").play(TASK, episode_id="f", seed=1)

@@ -175,7 +175,7 @@ async def test_a_crash_after_an_answer_is_scored_and_the_next_episode_is_played(
     assert Answered.outcomes[-1]["count"] == (1 if said == "die" else 2)
     async with playing(renderer, WorkerAgent(["python", str(program)], 1), [said], crash="infra") as player:
         lost = await play(player, "a")
-    assert lost.error == f"InfraError: the agent crashed after 1 turns: {crash}"
+    assert lost.error == f"InfraError: the agent crashed after 1 turn: {crash}"
 
 
 async def test_a_crash_before_any_answer_is_infrastructure(renderer: Renderer, program: Path):

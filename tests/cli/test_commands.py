@@ -505,7 +505,7 @@ class TestBadInput:
         path = write(tmp_path / "tools.yaml", GOOD)
         code, out, _ = run("check", path, "--set", "rollout.max_turns=1")
         assert code == 2
-        assert "the scripted episode was cut: max_turns after 1 turns" in out
+        assert "the scripted episode was cut: max_turns after 1 turn" in out
         code, out, _ = run("check", path, "--set", "rollout.max_tokens=9", "--set", "rollout.token_budget=150")
         assert code == 2
         assert "tokens, rollout.max_tokens is 9: the policy would be cut there; set rollout.max_tokens to" in out

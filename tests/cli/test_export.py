@@ -61,7 +61,7 @@ def test_greedy_baselines_are_exported_only_when_asked_for(tmp_path: Path, capsy
         both = [EpisodeRecord(1, 0, episode("a", 1.0)), EpisodeRecord(1, 0, episode("b", 1.0), baseline=True)]
         store.write_episodes(1, both)
     assert agentrl(tmp_path / "r", "--format", "jsonl", "--out", tmp_path / "plain") == 0
-    assert capsys.readouterr().err.startswith("1 episodes")
+    assert capsys.readouterr().err.startswith("1 episode to ")
     assert [decode(line).episode.id for line in (tmp_path / "plain").read_bytes().splitlines()] == ["a"]
     assert agentrl(tmp_path / "r", "--baselines", "--format", "jsonl", "--out", tmp_path / "all") == 0
     assert len((tmp_path / "all").read_bytes().splitlines()) == 2

@@ -110,7 +110,7 @@ def works(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 @pytest.mark.parametrize("kind", EPISODES)
 def test_episodes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
-    assert "1 episodes" in works(capsys, "show", run)
+    assert "1 episode\n" in works(capsys, "show", run)
     path = episodes_file(run, 1)
     path.unlink()
     EPISODES[kind](path)

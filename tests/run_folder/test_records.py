@@ -91,9 +91,7 @@ def write(run: Path, data: bytes) -> None:
 def test_a_damaged_line_is_one_error_with_its_place(tmp_path: Path, line: bytes):
     good = encode(EpisodeRecord(1, 0, episode()))
     write(tmp_path, zstandard.compress(good + b"\n" + line + b"\n"))
-    with pytest.raises(
-        CheckpointError, match=r"step-000001\.jsonl\.zst:2: damaged after 1 episodes: \S"
-    ) as caught:
+    with pytest.raises(CheckpointError, match=r"step-000001\.jsonl\.zst:2: damaged after 1 episode: \S") as caught:
         list(iter_records(tmp_path, 1))
     assert "\n" not in str(caught.value)
 

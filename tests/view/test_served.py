@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
+from agentrl.plural import plural
 from agentrl.run_folder.records import EpisodeRecord, episodes_file
 from agentrl.run_folder.tags import write_tags
 from agentrl.types import CallRecord, Segment, ToolCall
@@ -378,7 +379,7 @@ def test_an_export_is_searched_as_the_server_searches(page, address, start, runs
     for query in ("tag=wanted", "reward_min=0", "tool=web&outcome=tool_exception", "tool=web&outcome=ok"):
         page.goto(f"{(tmp_path / 'report.html').as_uri()}#/search?{query}")
         wanted = library.search(query_of(dict(parse_qsl(query)), library))["total"]
-        expect(page.locator("main p[role=status]")).to_contain_text(f"{wanted} episodes")
+        expect(page.locator("main p[role=status]")).to_contain_text(f"{plural(wanted, 'episode')}, ")
 
 
 def test_a_narrow_window_shows_a_whole_episode(page, address, start):

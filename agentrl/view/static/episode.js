@@ -7,7 +7,7 @@ import { taskText } from "./step.js";
 import { blocksOf } from "./blocks.js";
 import { callText } from "./text.js";
 import { COLORINGS, FLAGS, ORIGINS, scaleOf, statistics, TokenView, useTokens } from "./tokens.js";
-import { api, bytes, Crumbs, duration, link, Loading, num, setQuery, shade, signed, store, visible } from "./ui.js";
+import { api, bytes, Crumbs, duration, link, Loading, num, plural, setQuery, shade, signed, store, visible } from "./ui.js";
 
 const BIG = 2000;
 
@@ -79,7 +79,7 @@ function Block({ block, episode, run, tokens, round, look, views, opened, toggle
 			<span class="grow"></span>
 			${turn && html`<span class="quiet">turn ${block.turnIndex + 1} · engine ${duration(turn.engine_seconds)}${turn.env_seconds ? ` · env ${duration(turn.env_seconds)}` : ""}${turn.finish === "length" ? " · cut at its token limit" : ""}</span>`}
 			${block.version !== null && html`<span class="quiet">v${block.version}</span>`}
-			<span class="quiet">${plain ? "no tokens" : `${num(size)} tokens`}</span></header>
+			<span class="quiet">${plain ? "no tokens" : plural(size, "token")}</span></header>
 		${opened && (plain
 			? html`${message.reasoning && html`<div class="reasoning"><${PlainText} text=${message.reasoning} /></div>`}
 				<${PlainText} text=${typeof message.content === "string" ? message.content : message.content.filter((p) => typeof p === "string").join("")} />`

@@ -2,7 +2,7 @@
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
 import { imageSource, useGet } from "./data.js";
 import { chatMessages, scriptedTest } from "./text.js";
-import { api, copy, link, Loading, num, shade, signed, visible } from "./ui.js";
+import { api, copy, link, Loading, num, plural, shade, signed, visible } from "./ui.js";
 import { advantageText, glyphOf } from "./step.js";
 
 /** The steps from 0 to the total: {name, turn, add, from, to}. */
@@ -63,7 +63,7 @@ export function Branches({ episode, blocks, select }) {
 	const tree = (above, depth) => (children.get(above) ?? []).length > 0 && depth < 40 && html`<ul role=${depth ? "group" : "tree"} class="tree">${children.get(above).map((i) => {
 		const b = episode.branches[i], block = blocks.find((x) => x.segments.includes(b.segment));
 		return html`<li role="treeitem"><button class="plain" onClick=${() => block && select(block)}>${visible(b.kind ?? "branch")}</button>
-			${" "}<span class="quiet">${b.tokens !== undefined ? `${num(b.tokens)} tokens` : ""}</span>${b.reason && html`<div>${visible(b.reason)}</div>`}${tree(i, depth + 1)}</li>`;
+			${" "}<span class="quiet">${b.tokens !== undefined ? plural(b.tokens, "token") : ""}</span>${b.reason && html`<div>${visible(b.reason)}</div>`}${tree(i, depth + 1)}</li>`;
 	})}</ul>`;
 	return tree(-1, 0) || null;
 }

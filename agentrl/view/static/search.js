@@ -1,7 +1,7 @@
 // Search over all episodes of all runs, with filters that can be kept.
 import { html, useEffect, useState } from "./vendor/htm-preact.js";
 import { get, useGet } from "./data.js";
-import { Crumbs, escaped, link, Loading, num, pattern, setQuery, shade, store, visible } from "./ui.js";
+import { Crumbs, escaped, link, Loading, num, pattern, plural, setQuery, shade, store, visible } from "./ui.js";
 
 const FIELDS = ["q", "regex", "run", "tag", "tool", "outcome", "stop", "task", "reward_min", "reward_max", "step_min", "step_max"];
 const STOPS = ["answered", "terminated", "stopped_by_tool", "max_turns", "max_tokens", "token_budget", "context_full", "tool_call_limit", "timeout", "fault", "sandbox_broken", "infra"];
@@ -62,7 +62,7 @@ export function Search({ query }) {
 				${input("task", "task")}${input("reward_min", "reward ≥", "number")}${input("reward_max", "reward ≤", "number")}${input("step_min", "step ≥", "number")}${input("step_max", "step ≤", "number")}
 			</div></form>
 		${saved.length > 0 && html`<div class="bar">${saved.map((s) => html`<span class="chip saved"><a href=${link.search(s.text)}>${visible(s.name)}</a><button aria-label=${`Delete filter ${visible(s.name)}`} onClick=${() => drop(s.name)}>×</button></span>`)}</div>`}
-		${state.error ? html`<${Loading} error=${state.error} />` : html`<p class="quiet" role="status">${state.total === null ? "Searching …" : `${num(state.total)} episodes${state.took == null ? "" : `, ${num(state.took, 2)} ms`}${state.cut ? `; ${num(state.cut)} too long to be searched to their ends` : ""}`}</p>`}
+		${state.error ? html`<${Loading} error=${state.error} />` : html`<p class="quiet" role="status">${state.total === null ? "Searching …" : `${plural(state.total, "episode")}${state.took == null ? "" : `, ${num(state.took, 2)} ms`}${state.cut ? `; ${num(state.cut)} too long to be searched to their ends` : ""}`}</p>`}
 		<ol class="hits">${state.hits.map((h) => html`<li key=${`${h.run} ${h.step} ${h.episode}`}><b class=${`pill ${shade(h.reward, 0, 1)}`}>${num(h.reward)}</b>
 			<div><a data-nav href=${link.episode(h.run, h.step, h.episode)}>${visible(h.episode)}</a> <span class="quiet">${visible(h.run)} · step ${h.step} · ${visible(h.task ?? "")} · ${visible(h.stop_reason ?? "")}</span>
 			${h.snippet && html`<div class="snippet"><${Marked} text=${close(h.snippet)} wanted=${wanted} /></div>`}</div></li>`)}</ol>

@@ -2,7 +2,7 @@
 import { html, useLayoutEffect, useMemo, useRef } from "./vendor/htm-preact.js";
 import { useGet } from "./data.js";
 import { TokenView, useTokens } from "./tokens.js";
-import { api, link, Loading, num, shade, visible } from "./ui.js";
+import { api, link, Loading, num, plural, shade, visible } from "./ui.js";
 
 const BEFORE = 60;
 
@@ -37,7 +37,7 @@ export function SideBySide({ run, step, episode, other, tokens, round }) {
 	const from = Math.max(0, at - BEFORE);
 	const said = (t) => (at < t.loaded ? `“${visible(t.pieces[at]).replace(/\n/g, "⏎")}” (${t.ids[at]})` : "its end");
 	const head = (e) => html`<h2><b class=${`pill ${shade(e.rewards?.total ?? null, 0, 1)}`}>${num(e.rewards?.total)}</b> <a href=${link.episode(run, step, e.id, at)}>${visible(e.id)}</a> <span class="quiet">${visible(e.stop_reason ?? "")}</span></h2>`;
-	return html`<p class="pole" id="difference">${same ? "Both episodes have the same tokens." : html`${num(at)} tokens in common; then <b>${said(tokens)}</b> on the left, <b>${said(right.tokens)}</b> on the right.`}
+	return html`<p class="pole" id="difference">${same ? "Both episodes have the same tokens." : html`${plural(at, "token")} in common; then <b>${said(tokens)}</b> on the left, <b>${said(right.tokens)}</b> on the right.`}
 			${" "}<a href=${link.episode(run, step, episode.id)}>back to one</a></p>
 		<div class="sides"><section>${head(episode)}<${Side} tokens=${tokens} round=${round} at=${at} from=${from} /></section>
 			<section>${head(second.data)}<${Side} tokens=${right.tokens} round=${right.round} at=${at} from=${from} /></section></div>`;

@@ -1,7 +1,7 @@
 // One step: groups and episodes as a matrix, time, and rewards.
 import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
 import { useGet } from "./data.js";
-import { api, Crumbs, css, duration, link, Loading, num, percent, rewardScale, setQuery, shade, signed, Table, useSize, visible } from "./ui.js";
+import { api, Crumbs, css, duration, link, Loading, num, percent, plural, rewardScale, setQuery, shade, signed, Table, useSize, visible } from "./ui.js";
 
 const GLYPHS = [
 	["failed", "✕", "infrastructure failure"],
@@ -27,7 +27,7 @@ export function advantageText(advantage) {
 function describe(e, group) {
 	const glyph = glyphOf(e);
 	return [`${e.id} · task ${taskText(group)}`, `reward ${num(e.reward)} · advantage ${advantageText(e.advantage)}`,
-		`${e.stop_reason} · ${num(e.turns)} turns · ${num(e.tokens)} tokens · ${duration(e.seconds)}`, glyph ? glyph[2] : ""].filter(Boolean).map(visible).join("\n");
+		`${e.stop_reason} · ${plural(e.turns, "turn")} · ${plural(e.tokens, "token")} · ${duration(e.seconds)}`, glyph ? glyph[2] : ""].filter(Boolean).map(visible).join("\n");
 }
 
 function Matrix({ run, step, groups, scale, wanted }) {
@@ -61,8 +61,8 @@ function Histogram({ episodes, scale, chosen, choose }) {
 	const all = useMemo(() => bins(episodes.map((e) => e.reward), scale), [episodes]);
 	const most = Math.max(1, ...all.map((b) => b.count));
 	return html`<div class="histogram" role="group" aria-label="Rewards; a bin filters the episodes">
-		${all.map((b, i) => html`<button key=${i} class="bin" aria-pressed=${chosen === i} disabled=${!b.count} title=${`${num(b.low)} to ${num(b.high)}: ${b.count} episodes`}
-			aria-label=${`${b.count} episodes with rewards from ${num(b.low)} to ${num(b.high)}`} onClick=${() => choose(chosen === i ? null : i)}>
+		${all.map((b, i) => html`<button key=${i} class="bin" aria-pressed=${chosen === i} disabled=${!b.count} title=${`${num(b.low)} to ${num(b.high)}: ${plural(b.count, "episode")}`}
+			aria-label=${`${plural(b.count, "episode")} with rewards from ${num(b.low)} to ${num(b.high)}`} onClick=${() => choose(chosen === i ? null : i)}>
 			<svg viewBox="0 0 10 60" preserveAspectRatio="none" aria-hidden="true"><rect class=${`${shade((b.low + b.high) / 2, scale[0], scale[1])}`} x="0.5" width="9" y=${60 - (58 * b.count) / most} height=${(58 * b.count) / most} /></svg></button>`)}
 	</div><div class="ends"><span>${num(scale[0])}</span><span>${num(scale[1])}</span></div>`;
 }

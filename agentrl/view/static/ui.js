@@ -21,6 +21,9 @@ export function num(value, digits = 3) {
 	const text = Math.abs(x) >= 1e6 || (Math.abs(x) < 1e-3 && x !== 0) ? x.toExponential(digits - 1) : String(Number(x.toPrecision(digits)));
 	return text.replace(/^-/, "−");
 }
+
+/** A number with its noun, which takes an s unless the number is 1. */
+export const plural = (value, noun) => `${num(value)} ${noun}${Number(value) === 1 ? "" : "s"}`;
 export const signed = (x) => (x == null ? "–" : (x > 0 ? "+" : "") + num(x));
 export const percent = (x) => (x == null ? "–" : `${num(100 * x)} %`);
 export function duration(s) {
