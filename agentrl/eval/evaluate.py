@@ -29,6 +29,7 @@ from agentrl.env.tasks import Split
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError, EngineError, InfraError, first_error
 from agentrl.eval.result import RESULTS_FILE, EvalResult, EvalSpec, Prices, result_of
 from agentrl.extras import require
+from agentrl.plural import plural
 from agentrl.reachable import unreachable
 from agentrl.reporting.display import quiet_transformers
 from agentrl.reporting.report import Reporter
@@ -462,9 +463,9 @@ class _Progress:
         for text in result.biased:
             self.reporter.note(text)
         if not result.counted:
-            self.reporter.note(
-                "the endpoint reports no tokens: rollout.token_budget was not enforced, and there is no cost"
-            )
+            of = f" for {plural(result.unreported, 'request')}" if result.unreported else ""
+            why = "rollout.token_budget did not count them, and there is no cost"
+            self.reporter.note(f"the endpoint reports no tokens{of}: {why}")
         for error in list(self.lost.values())[:1]:
             self.reporter.note(
                 f"{len(self.lost)} of {len(self.lost) + len(self.done)} tasks could not be played and are "

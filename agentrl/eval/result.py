@@ -78,6 +78,7 @@ class EvalResult:
         biased: signs that which of them failed depended on the policy.
         faults: episodes in which a reward, by its name, or the env itself (`step`) raised; such a reward is 0.
         prompt_tokens: tokens read, all turns together, `cached_tokens` of them from a cache.
+        unreported: requests whose tokens the endpoint did not report.
         turn_seconds: 50th, 90th and 99th percentile of the time that the policy took for a turn.
         episode_seconds: the same of whole episodes.
         seconds: wall time of playing, resumed parts not counted.
@@ -102,6 +103,7 @@ class EvalResult:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     sampled_tokens: int = 0
+    unreported: int = 0
     turn_seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
     episode_seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
     seconds: float = 0.0
@@ -110,8 +112,8 @@ class EvalResult:
 
     @property
     def counted(self) -> bool:
-        """Whether tokens are known: some endpoints report none."""
-        return not self.turns or self.prompt_tokens + self.sampled_tokens > 0
+        """Whether all tokens are known: some endpoints report none, or not for every request."""
+        return not self.turns or (self.prompt_tokens + self.sampled_tokens > 0 and not self.unreported)
 
     def priced(self, prices: Prices | None) -> EvalResult:
         """The result with its cost at these prices; None if the tokens are not known."""
@@ -252,6 +254,7 @@ def result_of(
         prompt_tokens=prompt,
         cached_tokens=cached,
         sampled_tokens=sampled,
+        unreported=int(sum(e.metrics.get("usage/unreported", 0.0) for e in episodes)),
         turn_seconds=_percentiles([turn.engine_seconds for turn in turns]),
         episode_seconds=_percentiles([e.seconds for e in episodes]),
         seconds=seconds,

@@ -44,7 +44,10 @@ def result_text(result: EvalResult) -> Text:
     stops = ", ".join(f"{reason} {count}" for reason, count in result.stop_reasons.items())
     tokens = f"{result.sampled_tokens:,} sampled, {result.prompt_tokens:,} read"
     tokens += f" ({result.cached_tokens:,} of them cached)" if result.cached_tokens else ""
-    tokens = tokens if result.counted else "not reported by the endpoint"
+    if not result.counted:
+        tokens = f"{tokens}; not reported for {plural(result.unreported, 'request')}"
+    if not result.counted and not result.prompt_tokens + result.sampled_tokens:
+        tokens = "not reported by the endpoint"
     rows += [
         ("stopped", stops),
         ("malformed", str(result.malformed)),

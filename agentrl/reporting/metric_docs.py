@@ -287,6 +287,7 @@ METRICS: tuple[MetricDoc, ...] = (
         ("env/compact/cut", "summaries", "Summaries cut by their token limit."),
         ("env/compact/in_vain", "episodes", "Contexts that could not be made shorter."),
         ("env/usage/{tokens}", "tokens", "Tokens that an endpoint reported: prompt, completion, cached."),
+        ("env/usage/unreported", "requests", "Requests for which it reported no tokens."),
     ),
     *_docs(
         "agents",

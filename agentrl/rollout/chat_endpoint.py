@@ -86,13 +86,13 @@ class ChatPlayer:
         finally:  # unless the episode's own time ran out meanwhile
             if episode.clock is None or not episode.clock.expired():
                 episode.outside = ""
-        episode.count(
-            {
-                "usage/prompt_tokens": reply.prompt_tokens,
-                "usage/completion_tokens": reply.completion_tokens,
-                "usage/cached_tokens": reply.cached_tokens,
-            }
-        )
+        counts = {
+            "usage/prompt_tokens": reply.prompt_tokens,
+            "usage/completion_tokens": reply.completion_tokens,
+            "usage/cached_tokens": reply.cached_tokens,
+        }
+        reported = reply.prompt_tokens + reply.completion_tokens > 0
+        episode.count(counts if reported else {"usage/unreported": 1})
         return reply
 
 

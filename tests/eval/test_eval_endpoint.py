@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -259,6 +260,21 @@ class TestWhatModelsSay:
                 result = play(server, tmp_path / "e", tasks=2, prices=Prices(1.0, 1.0, 2.0))
                 assert (result.prompt_tokens, result.sampled_tokens, result.cost) == (0, 0, None)
                 assert "not reported by the endpoint" in result_text(result).plain
+
+    def test_a_part_of_the_tokens_has_no_cost(self, tmp_path: Path):
+        answers = itertools.count()
+
+        def now_and_then(messages: list[dict[str, Any]]) -> dict[str, Any]:
+            return solve(messages) | ({} if next(answers) % 2 else {"usage": None})
+
+        with serving(Server(now_and_then)) as server:
+            result = play(server, tmp_path / "e", tasks=4, prices=Prices(1.0, 1.0, 2.0))
+        unreported = (len(server.requests) + 1) // 2
+        reported = len(server.requests) - unreported
+        assert (result.prompt_tokens, result.unreported, result.cost) == (100 * reported, unreported, None)
+        said = " ".join(result_text(result).plain.split())
+        assert f"{100 * reported:,} read (" in said
+        assert f"; not reported for {unreported} requests" in said
 
     def test_a_model_that_wants_the_newer_limit_gets_it(self, tmp_path: Path):
         text = "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."
