@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,48 @@ def test_signs_of_a_template_are_tried_first():
         "no tools at all": [],
     }
     assert {t: [parser.name for parser in signs_of(t)] for t in signs} == signs
+
+
+NUMBER = {"type": "integer"}
+PLACE = {"type": "object", "properties": {"zip": {"type": "string"}, "floor": NUMBER}}
+OF_TYPES: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "labels": {"type": "object", "additionalProperties": {"type": "string"}},
+        "pair": {"type": "array", "prefixItems": [NUMBER, {"type": "string"}]},
+        "place": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
+        "groups": {
+            "type": "array",
+            "items": {"type": "object", "additionalProperties": {"type": "array", "items": NUMBER}},
+        },
+        "code": {"$ref": "#/$defs/Code"},
+        "other_code": {"allOf": [{"$ref": "#/$defs/Code"}]},
+    },
+    "$defs": {"Place": PLACE, "Code": {"$ref": "#/$defs/Text"}, "Text": {"type": "string"}},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"labels": {"year": "2024", "on": "true"}},
+        {"pair": [1, "2"]},
+        {"place": {"zip": "10115", "floor": 3}},
+        {"groups": [{"a": []}, {"b": [1]}]},
+        {"code": "12", "other_code": "true"},
+    ],
+    ids=str,
+)
+def test_text_that_looks_like_another_value_is_read_by_its_schema(
+    family: Family, arguments: dict[str, Any], renderers: dict[str, Renderer]
+):
+    """Inside objects, lists and unions, too, and behind references, as MCP servers send them."""
+    renderer = renderers[family.name]
+    tool = {"type": "function", "function": {"name": "f", "parameters": OF_TYPES}}
+    message = Message("assistant", "", tool_calls=(ToolCall(renderer.parser.call_id("f", 0), "f", arguments),))
+    [call] = renderer.parse(renderer.completion_ids(message, [tool]), tools=[tool]).tool_calls
+    assert call.arguments == arguments
 
 
 def test_files_of_the_parsers_never_evaluate():

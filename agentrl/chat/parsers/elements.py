@@ -4,14 +4,14 @@ element for each key, nested as the value is (MiniMax M3)."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from agentrl.chat.parsers.parser import MAX_DEPTH, Malformed, ParsedCall, Span, Tools
 from agentrl.chat.parsers.stream import BlockParser
 from agentrl.chat.parsers.tagged import read_tagged
-from agentrl.chat.parsers.tagged_values import schema_of, typed, untexted
+from agentrl.chat.parsers.tagged_values import options, parameters_of, typed, types_in, untexted
 
 _CDATA = ("<![CDATA[", "]]>")
 
@@ -55,13 +55,14 @@ class _Element:
     text: str
     inside: list[tuple[str, object]] = field(default_factory=list)
 
-    def value(self, schema: object) -> object:
+    def value(self, types: Set[str]) -> object:
         """Its value: a list of what is called item, an object of other names, or what its text says."""
-        given: Mapping[str, object] = schema if isinstance(schema, Mapping) else {}
         if not self.inside:
-            empty: Mapping[str, object] = {"array": [], "object": {}}
-            return typed(self.text, schema) if self.text else empty.get(str(given.get("type")), "")
-        if given.get("type") != "object" and all(key == "item" for key, _ in self.inside):
+            containers = types & {"array", "object"}
+            if self.text or "string" in types or len(containers) != 1:
+                return typed(self.text, types)
+            return [] if containers == {"array"} else {}
+        if ("array" in types or "object" not in types) and all(key == "item" for key, _ in self.inside):
             return [value for _, value in self.inside]
         return dict(self.inside)
 
@@ -97,7 +98,8 @@ class MiniMaxM3(BlockParser):
             return Malformed(f'expected <invoke name="...">, got {parts[0].strip()[:40]!r}', span)
         name = head.group(1)
         open_ = [_Element("", "")]
-        schemas: list[object] = [{"type": "object", "properties": schema_of(tools, name)}]
+        root = parameters_of(tools, name)
+        schemas: list[object] = [root]
         for part in parts[1:]:
             tag = self._tag.match(part)
             if tag is None:
@@ -106,13 +108,13 @@ class MiniMaxM3(BlockParser):
             if not tag.group(1):
                 if len(open_) > MAX_DEPTH:
                     return Malformed(f"call of {name[:80]!r}: nested more than {MAX_DEPTH} deep", span)
-                schemas.append(_schema_inside(schemas[-1], key))
+                schemas.append(_schema_inside(schemas[-1], key, len(open_[-1].inside), root))
                 open_.append(_Element(key, text))
                 continue
             if key != open_[-1].key or text.strip() or len(open_) == 1:
                 return Malformed(f"call of {name[:80]!r}: unexpected {part[:40]!r}", span)
             element = open_.pop()
-            open_[-1].inside.append((key, element.value(schemas.pop())))
+            open_[-1].inside.append((key, element.value(types_in(schemas.pop(), root))))
         if len(open_) > 1:
             return Malformed(f"call of {name[:80]!r}: <{open_[-1].key[:80]}> is not closed", span)
         arguments = dict(open_[0].inside)
@@ -121,9 +123,16 @@ class MiniMaxM3(BlockParser):
         return ParsedCall(name, arguments, span)
 
 
-def _schema_inside(schema: object, key: str) -> object:
-    """The schema of a key of an object, or of the items of a list."""
-    if not isinstance(schema, Mapping):
-        return None
-    properties = schema.get("properties")
-    return properties.get(key) if isinstance(properties, Mapping) and key in properties else schema.get("items")
+def _schema_inside(schema: object, key: str, position: int, root: Mapping[str, object]) -> object:
+    """The schema of a key of an object, or of the item at a position of a list."""
+    found: list[object] = []
+    for option in options(schema, root):
+        properties, first = option.get("properties"), option.get("prefixItems")
+        if isinstance(properties, Mapping) and key in properties:
+            found.append(properties[key])
+        else:
+            found.append(option.get("additionalProperties"))
+        if key == "item":
+            listed = first[position : position + 1] if isinstance(first, list) else []
+            found += listed or [option.get("items")]
+    return {"anyOf": found}

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 
 from agentrl.chat.parsers.notation import Wrong, read_literal
 from agentrl.chat.parsers.parser import Tools, unsound
 
 
-def schema_of(tools: Tools, name: str) -> Mapping[str, object]:
-    """Return the properties of a tool's parameters; empty if the tool is unknown."""
+def parameters_of(tools: Tools, name: str) -> Mapping[str, object]:
+    """Return the schema of a tool's arguments; empty if the tool is unknown."""
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
-            properties = (function.get("parameters") or {}).get("properties")
-            return properties if isinstance(properties, Mapping) else {}
+            parameters = function.get("parameters")
+            return parameters if isinstance(parameters, Mapping) else {}
     return {}
 
 
-def typed(text: str, schema: object) -> object:
-    """Return the value of `text`: JSON or a Python literal (`True`, `None`, `['a']`) if the schema allows that
-    type (or, for lists and objects, gives none); otherwise the text itself."""
-    types = _types(schema)
+def types_of(tools: Tools, name: str) -> Mapping[str, set[str]]:
+    """Return the JSON types that each of a tool's arguments may have; see `types_in`."""
+    parameters = parameters_of(tools, name)
+    properties = parameters.get("properties")
+    given: Mapping[str, object] = properties if isinstance(properties, Mapping) else {}
+    return {key: types_in(schema, parameters) for key, schema in given.items()}
+
+
+def typed(text: str, types: Set[str]) -> object:
+    """Return the value of `text`: JSON or a Python literal (`True`, `None`, `['a']`) if its type is one of `types`
+    (or, for lists and objects, if `types` is empty); otherwise the text itself."""
     if types == {"string"}:
         return text
     value = from_json(text)
@@ -37,15 +44,11 @@ def typed(text: str, schema: object) -> object:
 
 def untexted(arguments: Mapping[str, object], tools: Tools, name: str) -> dict[str, object]:
     """Convert text arguments to the values they denote, where the schema does not allow text."""
-    properties = schema_of(tools, name)
+    of_key = types_of(tools, name)
 
     def value(key: str, given: object) -> object:
-        types = _types(properties.get(key))
-        return (
-            typed(given, properties.get(key))
-            if types and isinstance(given, str) and "string" not in types
-            else given
-        )
+        types = of_key.get(key)
+        return typed(given, types) if types and isinstance(given, str) and "string" not in types else given
 
     return {key: value(key, given) for key, given in arguments.items()}
 
@@ -67,23 +70,50 @@ def _from_python(text: str) -> object:
     return text if isinstance(value, str) or unsound(value) else value
 
 
-def _fits(value: object, types: set[str]) -> bool:
+def _fits(value: object, types: Set[str]) -> bool:
     kind = _json_type(value)
     return kind in types or (kind == "integer" and "number" in types)
 
 
-def _types(schema: object) -> set[str]:
-    if not isinstance(schema, Mapping):
-        return set()
-    if isinstance(schema.get("enum"), list):
-        return {_json_type(value) for value in schema["enum"]}
-    if "const" in schema:
-        return {_json_type(schema["const"])}
-    kind = schema.get("type")
-    types = {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
-    for branch in ("anyOf", "oneOf"):
-        types |= {t for option in schema.get(branch, ()) for t in _types(option)}
-    return types | {"null"} if types and schema.get("nullable") is True else types
+def types_in(schema: object, root: Mapping[str, object]) -> set[str]:
+    """Return the JSON types that a schema allows; empty if it does not say.
+
+    Args:
+        root: the schema that references (`#/$defs/Color`) start from.
+    """
+    types: set[str] = set()
+    for option in options(schema, root):
+        kind = option.get("type")
+        if isinstance(values := option.get("enum"), list):
+            own = {_json_type(value) for value in values}
+        elif "const" in option:
+            own = {_json_type(option["const"])}
+        else:
+            own = {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
+        types |= own | {"null"} if own and option.get("nullable") is True else own
+    return types
+
+
+def options(schema: object, root: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
+    """Yield a schema and all its branches, with local references followed, each once."""
+    waiting, followed = [schema], set[str]()
+    while waiting:
+        option = waiting.pop()
+        if not isinstance(option, Mapping):
+            continue
+        yield option
+        reference = option.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#/") and reference not in followed:
+            followed.add(reference)
+            waiting.append(_target(reference, root))
+        for branches in (option.get(key) for key in ("anyOf", "oneOf", "allOf")):
+            waiting += branches if isinstance(branches, list) else ()
+
+
+def _target(reference: str, root: object) -> object:
+    for part in reference.removeprefix("#/").split("/"):
+        root = root.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
+    return root
 
 
 def _json_type(value: object) -> str:
