@@ -308,6 +308,16 @@ def test_text_that_looks_like_another_value_is_read_by_its_schema(
     assert call.arguments == arguments
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [("007", "007"), ("+1", "+1"), ("1.", "1."), ("7", 7), ("1.5", 1.5), ("-3e2", -300.0)]
+)
+def test_only_a_number_in_json_is_one_where_text_is_allowed(text: str, value: object):
+    either = {"anyOf": [{"type": "number"}, {"type": "string"}]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"code": either}}}}
+    call = f"<tool_call>\n<function=f>\n<parameter=code>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    assert choose_parser("qwen3_coder").parse(call, tools=[tool]).calls[0].arguments == {"code": value}
+
+
 def test_files_of_the_parsers_never_evaluate():
     folder = Path(__file__).parents[2] / "agentrl" / "chat" / "parsers"
     for file in folder.glob("*.py"):

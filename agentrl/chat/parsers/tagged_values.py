@@ -35,8 +35,9 @@ def typed(text: str, types: Set[str]) -> object:
     value = from_json(text)
     if value is text and (types or text.lstrip()[:1] in ("[", "{")):
         value = _from_python(text)
-        if value is not text and types and not _fits(value, types):
-            return text
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not text and types and (not _fits(value, types) or (number and "string" in types)):
+            return text  # `007` and `+1` are text where they may be
     if value is text or isinstance(value, str):
         return text
     return value if not types or _fits(value, types) or "string" not in types else text
