@@ -227,6 +227,10 @@ class Clumsy(ToolEnv):
     def leaves_at_once(self) -> str:
         raise SystemExit(5)
 
+    @tool(inline=True)
+    def stops_at_once(self) -> str:
+        raise StopIteration
+
     @tool
     async def quits(self) -> str:
         raise Quit("enough")
@@ -256,6 +260,7 @@ class Clumsy(ToolEnv):
         (("fail", {"how": "stop"}), "Error: StopIteration", "tool_exception"),
         (("leaves", {}), "Error: SystemExit: 4", "tool_exception"),
         (("leaves_at_once", {}), "Error: SystemExit: 5", "tool_exception"),
+        (("stops_at_once", {}), "Error: StopIteration", "tool_exception"),
         (("quits", {}), "Error: Quit: enough", "tool_exception"),
         (("quits_at_once", {}), "Error: Quit: enough", "tool_exception"),
         (("cancels_itself", {}), "Error: CancelledError", "tool_exception"),

@@ -253,7 +253,7 @@ def wrapping_exits() -> Iterator[None]:
         raise ToolRaised(e) from None
     except BaseException as e:
         forget_cancellations(before)
-        if isinstance(e, Exception):
+        if isinstance(e, Exception) and not isinstance(e, StopIteration):  # that would leave no coroutine
             raise
         raise ToolRaised(e) from None
     else:
