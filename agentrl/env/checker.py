@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from agentrl.env.env import Env
-from agentrl.env.play import Policy, RandomPolicy, play, random_arguments
+from agentrl.env.play import FORMATS, Policy, RandomPolicy, play, random_arguments
 from agentrl.env.stand_in import with_stand_in
 from agentrl.env.toolenv.env import ToolEnv
 from agentrl.env.toolenv.json_schema import InvalidArguments
@@ -161,10 +161,17 @@ async def _tool_findings(env: Env, make: Make, task: Task) -> list[str]:
                 try:
                     bound.validate(arguments)
                 except InvalidArguments as e:
-                    if "pattern" not in json.dumps(bound.schema):
+                    if not _wants_special_text(bound.schema):
                         findings.append(f"tool {name}: its schema allows {arguments}, but: {e}")
                         break
     return findings
+
+
+def _wants_special_text(schema: Mapping[str, object]) -> bool:
+    """Whether a schema wants text of a form that `random_arguments` has no examples of."""
+    text = json.dumps(schema)
+    formats = re.findall(r'"format": "([^"]*)"', text)
+    return '"pattern"' in text or '"contentMediaType"' in text or not FORMATS.keys() >= set(formats)
 
 
 async def _check_opening(make: Make, tasks: Sequence[Task]) -> list[str]:

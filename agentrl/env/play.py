@@ -31,6 +31,8 @@ FORMATS = {
     "uuid": ("12345678-1234-4678-8234-567812345678", "00000000-0000-4000-8000-000000000001"),
 }
 """Texts by the `format` of their JSON schema."""
+_TRIES = 100
+"""Random draws for values that must differ from each other."""
 Policy = Callable[[Sequence[Message]], Message | Awaitable[Message]]
 """Takes the conversation so far and returns the next assistant message; may be async."""
 
@@ -114,13 +116,28 @@ def _value(
         required = schema.get("required", ())
         properties = schema.get("properties", {})
         chosen = [n for n in properties if n in required or (depth < 3 and rng.random() < 0.5)]
-        return {name: inner(properties[name]) for name in chosen}
+        found = {name: inner(properties[name]) for name in chosen}
+        more, names = schema.get("additionalProperties"), schema.get("propertyNames")
+        for _ in range(_TRIES):
+            if len(found) >= schema.get("minProperties", 0):
+                break
+            name = str(inner(names)) if names else f"{rng.choice(list(words))}{len(found)}"
+            found[name] = inner(more if isinstance(more, Mapping) else {})
+        return found
     if kind == "array":
         if "prefixItems" in schema:
             return [inner(part) for part in schema["prefixItems"]]
         low = schema.get("minItems", 0)
         high = max(low, min(schema.get("maxItems", 3), 3 if depth < 3 else 0))
-        return [inner(schema.get("items", {})) for _ in range(rng.randint(low, high))]
+        items = [inner(schema.get("items", {})) for _ in range(rng.randint(low, high))]
+        if not schema.get("uniqueItems"):
+            return items
+        for _ in range(_TRIES):
+            items = list({repr(item): item for item in items}.values())
+            if len(items) >= low:
+                break
+            items.append(inner(schema.get("items", {})))
+        return items
     return _scalar(kind, schema, rng, words)
 
 

@@ -9,10 +9,10 @@ import threading
 import time
 import uuid
 from decimal import Decimal
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pytest
-from pydantic import AnyUrl, Field
+from pydantic import UUID4, AnyUrl, Field, Json
 
 from agentrl.env import ToolEnv, reward, tool
 from agentrl.envs.calculator import Calculator
@@ -228,6 +228,27 @@ def test_random_arguments_fit_their_schema():
         assert value["a"] in (3, 4)
         assert value.get("b") in (None, "x")
         assert set(value["c"]) == {"w"}
+
+
+class Collects(Sound):
+    @tool
+    def keep(
+        self,
+        pair: Annotated[set[Literal["a", "b"]], Field(min_length=2)],
+        named: Annotated[dict[str, int], Field(min_length=2)],
+        id: UUID4,
+        data: Json[list[int]],
+    ) -> str:
+        return ""
+
+
+async def test_arguments_that_differ_from_each_other_are_drawn_and_special_texts_are_no_finding():
+    await check_env(Collects, TASKS)
+    parameters = Collects().tools[-1]["function"]["parameters"]
+    for seed in range(50):
+        drawn = random_arguments(parameters, random.Random(seed))
+        assert sorted(drawn["pair"]) == ["a", "b"]
+        assert len(drawn["named"]) == 2
 
 
 def test_the_random_policy_depends_on_its_seed_only():
