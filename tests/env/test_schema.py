@@ -197,6 +197,33 @@ def test_text_in_annotated_describes_an_argument_unless_the_docstring_does():
     }
 
 
+def test_text_after_the_arguments_describes_the_tool_and_no_argument():
+    def find(word: str, *, limit: int = 3) -> str:
+        """Find a word.
+
+        Args:
+          word: what to find
+            note: whole words only
+
+        Keyword Args:
+          limit: how many
+
+        Returns:
+            The places.
+
+        Words of one letter are not found.
+        """
+        return f"{word} {limit}"
+
+    signature = describe_callable(find, where="find", method=False)
+    properties: Any = signature.schema["properties"]
+    assert {name: part["description"] for name, part in properties.items()} == {
+        "word": "what to find note: whole words only",
+        "limit": "how many",
+    }
+    assert signature.description == "Find a word.\n\nWords of one letter are not found."
+
+
 def test_a_recursive_type_keeps_its_definition():
     def grow(tree: Tree) -> str:
         return ""

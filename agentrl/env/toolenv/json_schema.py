@@ -25,7 +25,8 @@ from agentrl.env.toolenv.typed_dicts import readable
 from agentrl.errors import ConfigError, InfraError
 
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_-]{0,63}")
-_SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*")
+_OF_ARGUMENTS = ("Args", "Arguments", "Parameters", "Keyword Args", "Keyword Arguments")
+_SECTION = re.compile(rf"({'|'.join(_OF_ARGUMENTS)}|Returns|Raises|Yields|Examples?):\s*")
 _PARAMETER = re.compile(r"(\*{0,2}\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 _EXPECTED = {
     "int_type": "integer",
@@ -102,7 +103,7 @@ def describe_callable(function: Callable[..., object], *, where: str, method: bo
         raise ConfigError(f"{where}: an async generator cannot be a tool; return a list of what it yields")
     parameters = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
     hints = resolved_hints(function, where)
-    description, texts = _read_docstring(function)
+    description, texts = _read_docstring(function, [p.name for p in parameters])
     fields: dict[str, object] = {}
     defaults: dict[str, object] = {}
     for parameter in parameters:
@@ -293,24 +294,29 @@ def _has_description(hint: object) -> bool:
     return any(getattr(m, "description", None) for m in getattr(hint, "__metadata__", ()))
 
 
-def _read_docstring(function: Callable[..., object]) -> tuple[str, dict[str, str]]:
-    """The text before the first section, and the entries of `Args:` (Google style)."""
-    lines = (inspect.getdoc(function) or "").splitlines()
-    start = next((i for i, line in enumerate(lines) if _SECTION.fullmatch(line)), len(lines))
+def _read_docstring(function: Callable[..., object], names: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """The text outside of sections, and the entries of `Args:` (Google style)."""
+    prose: list[str] = []
     texts: dict[str, str] = {}
-    section, current = "", None
-    for line in lines[start:]:
+    section, current, entries_at = "", None, 0
+    for line in (inspect.getdoc(function) or "").splitlines():
+        indent = len(line) - len(line.lstrip())
+        entry = _PARAMETER.fullmatch(line.strip())
         if match := _SECTION.fullmatch(line):
             section, current = match[1], None
-        elif section in ("Args", "Arguments", "Parameters") and line.strip():
-            indent = len(line) - len(line.lstrip())
-            entry = _PARAMETER.fullmatch(line.strip()) if indent <= 4 else None
-            if entry:
+            continue
+        if line.strip() and not indent and not (entry and entry[1] in names):
+            section = ""  # text after the sections
+        if not section:
+            prose.append(line)
+        elif section in _OF_ARGUMENTS and line.strip():
+            entries_at = entries_at if current else indent
+            if entry and indent <= entries_at:
                 current = entry[1].lstrip("*")
                 texts[current] = entry[2]
             elif current:
                 texts[current] = f"{texts[current]} {line.strip()}".strip()
-    return "\n".join(lines[:start]).strip(), texts
+    return "\n".join(prose).strip(), texts
 
 
 def _finish(raw: dict[str, Any], defaults: Mapping[str, object], texts: Mapping[str, str]) -> dict[str, object]:
