@@ -5,7 +5,7 @@ import subprocess
 import sys
 import typing
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Optional, Self
 
 import pytest
@@ -222,6 +222,20 @@ def test_text_after_the_arguments_describes_the_tool_and_no_argument():
         "limit": "how many",
     }
     assert signature.description == "Find a word.\n\nWords of one letter are not found."
+
+
+@dataclass
+class Bill:
+    count: int
+    total: int = field(default=0, init=False)
+
+
+def test_a_field_that_nobody_may_give_is_not_in_the_schema():
+    def buy(order: Bill) -> None: ...
+
+    signature = describe_callable(buy, where="buy", method=False)
+    assert list(signature.schema["properties"]["order"]["properties"]) == ["count"]
+    assert signature.validate({"order": {"count": 2}}) == {"order": Bill(2)}
 
 
 def test_a_recursive_type_keeps_its_definition():

@@ -54,6 +54,10 @@ class _ToolSchema(GenerateJsonSchema):
     def field_title_should_be_set(self, schema: object) -> bool:
         return False
 
+    def field_is_present(self, field: Any) -> bool:
+        """Leaves out fields that are computed, of dataclasses: `field(init=False)`."""
+        return field.get("init", True) is not False and super().field_is_present(field)
+
     def decimal_schema(self, schema: DecimalSchema) -> dict[str, Any]:
         """A number. pydantic adds text of any kind, most of which it then refuses."""
         found = super().decimal_schema(schema)
