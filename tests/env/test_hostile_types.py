@@ -301,6 +301,13 @@ def test_a_declaration_that_no_call_could_meet_is_one_error(function):
     assert "\n" not in str(error.value)
 
 
+def test_json_in_an_error_keeps_its_spelling():
+    def f(x: pydantic.Json[list[int]]) -> None: ...
+
+    with pytest.raises(InvalidArguments, match=r"^args\.x: JSON input should be string"):
+        signature(f).validate({"x": [1]})
+
+
 def test_a_default_of_bytes_that_are_no_text_is_left_out_of_the_schema():
     def f(x: bytes = b"\xff") -> None: ...
 

@@ -231,7 +231,9 @@ def _expectation(detail: ErrorDetails, names: Sequence[str]) -> tuple[str, str]:
     if kind in _EXPECTED:
         return f"expected {_EXPECTED[kind]}", got
     message = detail["msg"]
-    return message[:1].lower() + message[1:], got if kind != "json_invalid" else ""
+    if message[1:2].islower():  # not of JSON
+        message = message[:1].lower() + message[1:]
+    return message, got if kind != "json_invalid" else ""
 
 
 def _refuse_unusable(parameter: inspect.Parameter, hints: Mapping[str, object], where: str) -> None:
