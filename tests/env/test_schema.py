@@ -1,4 +1,5 @@
 import enum
+import functools
 import json
 import random
 import subprocess
@@ -15,6 +16,7 @@ from typing_extensions import TypedDict
 from agentrl.env import ToolEnv, tool
 from agentrl.env.toolenv.dispatch import MISTAKES
 from agentrl.env.toolenv.json_schema import InvalidArguments, describe_callable
+from agentrl.env.toolenv.spec import tool_from
 from agentrl.errors import ConfigError
 from agentrl.types import Message, Task, ToolCall
 
@@ -289,6 +291,19 @@ def test_a_tool_that_cannot_be_described_is_refused_once_and_clearly(function, t
         describe_callable(function, where=f"demo.{function.__name__}", method=False)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+class Called:
+    def __call__(self, n: int) -> int:
+        return n
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(Called(), "Called"), (functools.partial(pow, 2), "partial"), (Called, "type")]
+)
+def test_a_value_that_is_no_function_is_refused_as_a_tool(value, kind):
+    with pytest.raises(ConfigError, match=f"a {kind} cannot be a tool; write a function with typed arguments"):
+        tool_from(value)
 
 
 class Picky(ToolEnv):

@@ -196,8 +196,13 @@ class ClassSpec:
 
 def tool_from(function: Callable[..., object], mark: ToolMark | None = None) -> MethodTool:
     """A free function as a tool, marked with `@tool` or not."""
+    if isinstance(function, type) or not hasattr(function, "__qualname__"):
+        raise ConfigError(
+            f"tool {shorten(function)}: a {type(function).__name__} cannot be a tool; write a function with typed "
+            "arguments that calls it"
+        )
     mark = mark or getattr(function, TOOL_MARK, None) or ToolMark(None, False, None, False)
-    where = f"tool {function.__module__}.{function.__qualname__}"
+    where = f"tool {getattr(function, '__module__', None) or 'builtins'}.{function.__qualname__}"
     name = check_name(mark.name or function.__name__, where)
     signature = describe_callable(function, where=where, method=False)
     return MethodTool(
