@@ -658,6 +658,26 @@ def test_a_tool_or_reward_that_is_no_plain_method_is_not_left_out_silently(kind,
             toolbox_tools(box())
 
 
+@pytest.mark.parametrize(("decorate", "what"), [(tool, "tool"), (reward(weight=2), "reward")])
+def test_a_method_that_replaces_a_tool_or_reward_is_one_or_says_so(decorate, what):
+    def go(self) -> int:
+        return 1
+
+    for made in (ToolEnv, object):
+        base = type("Base", (made,), {"go": decorate(go), "other": tool(lambda self: 2)})
+        odd = type("Odd", (base,), {"go": lambda self: 3})
+        with pytest.raises(
+            ConfigError,
+            match=rf"test_toolenv\.py:\d+: Odd\.go: replaces the {what} Base\.go without `@{what}`; write that "
+            rf"above it, or `go = None`",
+        ):
+            odd.spec() if made is ToolEnv else toolbox_tools(odd())
+    base = type("Base", (ToolEnv,), {"go": decorate(go)})
+    less = type("Less", (base,), {"go": None})
+    assert (less.spec().tools, less.spec().rewards) == ((), ())
+    assert type("Own", (less,), {"go": lambda self: 3}).spec().tools == ()
+
+
 def _two(self) -> int:
     return 2
 

@@ -255,7 +255,8 @@ def place_of(function: Any, cls: type, attribute: str) -> str:
 
 
 def check_methods(cls: type) -> None:
-    """Raises ConfigError if a tool or reward of the class is not a plain method and therefore not callable."""
+    """Raises ConfigError if a tool or reward of the class is not a plain method and therefore not callable, or if
+    a method without a decorator replaces one."""
     for base in cls.__mro__:
         for name, value in vars(base).items():
             if not isinstance(value, staticmethod | classmethod | property):
@@ -267,6 +268,20 @@ def check_methods(cls: type) -> None:
                         f"{place_of(inner, base, name)}: a {type(value).__name__} cannot be a {kind}; "
                         "write a plain method that takes self"
                     )
+
+    for name in dict.fromkeys(name for base in cls.__mro__ for name in vars(base)):
+        chain = [base for base in cls.__mro__ if name in vars(base)][:2]
+        method, *replaced = (vars(base)[name] for base in chain)
+        for kind, mark in (("tool", TOOL_MARK), ("reward", REWARD_MARK)):
+            if replaced and inspect.isfunction(method) and hasattr(replaced[0], mark) and not _is_marked(method):
+                raise ConfigError(
+                    f"{place_of(method, chain[0], name)}: replaces the {kind} {chain[1].__qualname__}.{name} "
+                    f"without `@{kind}`; write that above it, or `{name} = None` to remove the {kind}"
+                )
+
+
+def _is_marked(method: object) -> bool:
+    return hasattr(method, TOOL_MARK) or hasattr(method, REWARD_MARK)
 
 
 def check_timeout(seconds: Any, where: str) -> None:
