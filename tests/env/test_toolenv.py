@@ -678,6 +678,19 @@ def test_a_method_that_replaces_a_tool_or_reward_is_one_or_says_so(decorate, wha
     assert type("Own", (less,), {"go": lambda self: 3}).spec().tools == ()
 
 
+@pytest.mark.parametrize(
+    ("decorate", "said"),
+    [
+        (lambda: reward(0.5), r"@reward\(0\.5\): options have names; write @reward\(weight=0\.5\)"),
+        (lambda: reward("right"), r"write @reward\(name='right'\)"),
+        (lambda: tool("look"), r"write @tool\(name='look'\)"),
+    ],
+)
+def test_an_option_without_its_name_is_refused(decorate, said):
+    with pytest.raises(TypeError, match=said):
+        decorate()
+
+
 def _two(self) -> int:
     return 2
 
@@ -702,6 +715,7 @@ def test_a_cached_or_partial_method_is_not_left_out_silently(made, what):
     [
         ({"r": reward(weight=float("nan"))(lambda self: 1)}, r"Odd\.r: weight must be a finite number, got nan"),
         ({"r": reward(weight="2")(lambda self: 1)}, r"Odd\.r: weight must be a finite number, got '2'"),
+        ({"r": reward(weight=None)(lambda self: 1)}, r"Odd\.r: weight must be a finite number, got None"),
         (
             {"r": reward(timeout_s=0)(lambda self: 1)},
             r"Odd\.r: timeout_s must be a number of seconds above 0, got 0",

@@ -102,7 +102,7 @@ def tool(
         inline: run a plain function directly on the event loop. Use it for functions that take microseconds and
             never block; there is no timeout.
     """
-    _check_name("tool", name)
+    _check_use("tool", function, name)
     mark = ToolMark(name, parallel, timeout_s, inline)
 
     def decorate(function: F) -> F:
@@ -156,7 +156,7 @@ def reward(
     A reward that raises, times out or returns NaN counts as 0 and is recorded as a fault of the episode, because
     the policy may have caused it. Raise `InfraError` for failures the policy cannot cause.
     """
-    _check_name("reward", name)
+    _check_use("reward", function, name)
     solved_at = None if solved is False else 1.0 if solved is True else solved
     mark = RewardMark(name, weight, per, timeout_s, judge, solved_at)
 
@@ -167,7 +167,10 @@ def reward(
     return decorate if function is None else decorate(function)
 
 
-def _check_name(what: str, name: object) -> None:
+def _check_use(what: str, function: object, name: object) -> None:
+    if function is not None and not callable(function) and not hasattr(function, "__get__"):
+        option = "name" if isinstance(function, str) else "weight" if what == "reward" else "timeout_s"
+        raise TypeError(f"@{what}({function!r}): options have names; write @{what}({option}={function!r})")
     if name is not None and not (isinstance(name, str) and name):
         raise TypeError(f"@{what}(name={name!r}): the name must be text")
 

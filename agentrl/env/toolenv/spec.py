@@ -286,8 +286,12 @@ def _is_marked(method: object) -> bool:
 
 def check_timeout(seconds: Any, where: str) -> None:
     """Raises ConfigError for a timeout that no call could meet."""
-    if seconds is not None and (isinstance(seconds, bool | str) or not seconds > 0):
+    if seconds is not None and (not _is_number(seconds) or not seconds > 0):
         raise ConfigError(f"{where}: timeout_s must be a number of seconds above 0, got {shorten(seconds)}")
+
+
+def _is_number(value: object) -> bool:
+    return hasattr(value, "__float__") and not isinstance(value, bool)
 
 
 def _check_attributes(cls: type) -> None:
@@ -380,7 +384,7 @@ def _reward_spec(attribute: str, function: Callable[..., object], mark: RewardMa
     if allowed is None:
         raise ConfigError(f"{where}: per={mark.per!r} must be 'episode', 'turn' or 'group'")
     check_timeout(mark.timeout_s, where)
-    if isinstance(mark.weight, bool | str) or not math.isfinite(mark.weight):
+    if not _is_number(mark.weight) or not math.isfinite(mark.weight):
         raise ConfigError(f"{where}: weight must be a finite number, got {shorten(mark.weight)}")
     if mark.solved_at is not None:
         rule_of(mark.solved_at, f"{where}: solved")
