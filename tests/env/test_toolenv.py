@@ -716,6 +716,7 @@ def test_a_cached_or_partial_method_is_not_left_out_silently(made, what):
         ({"r": reward(weight=float("nan"))(lambda self: 1)}, r"Odd\.r: weight must be a finite number, got nan"),
         ({"r": reward(weight="2")(lambda self: 1)}, r"Odd\.r: weight must be a finite number, got '2'"),
         ({"r": reward(weight=None)(lambda self: 1)}, r"Odd\.r: weight must be a finite number, got None"),
+        ({"setup": None}, r"Odd\.setup must be a method, got None; write `def setup\(self, \.\.\.\)`"),
         (
             {"r": reward(timeout_s=0)(lambda self: 1)},
             r"Odd\.r: timeout_s must be a number of seconds above 0, got 0",
@@ -774,6 +775,16 @@ async def test_hooks_may_be_static_or_decorated():
         assert (await opened.reset(Task("t")))[0] == [Message("system", "Be polite.")]
         assert (await opened.step(Message("assistant", "please")))[0] == [Message("user", answer)]
         await opened.close()
+
+
+async def test_setup_may_be_static():
+    class Fixed(ToolEnv):
+        @staticmethod
+        def setup(first: int, second: int) -> str:  # type: ignore[override]
+            return f"{first} {second}"
+
+    assert (await Fixed().reset(Task("t", {"first": 1, "second": "2"})))[0] == [Message("user", "1 2")]
+    assert "second" in Fixed.row_problem({"first": 1})
 
 
 def test_a_tool_may_be_called_as_a_part_of_the_env_is():

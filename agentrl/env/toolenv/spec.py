@@ -412,9 +412,12 @@ def _reward_spec(attribute: str, function: Callable[..., object], mark: RewardMa
 def _setup_spec(cls: type) -> SetupSpec:
     function: Any = cls.setup  # type: ignore[attr-defined]  # every ToolEnv has one
     where = f"{cls.__qualname__}.setup"
-    if function.__module__ == "agentrl.env.toolenv.env":
+    if not callable(function):
+        raise ConfigError(f"{where} must be a method, got {shorten(function)}; write `def setup(self, ...)`")
+    if getattr(function, "__module__", "") == "agentrl.env.toolenv.env":
         return SetupSpec(where, (), (), False, {})  # not overridden: the row is empty
-    parameters = list(inspect.signature(function).parameters.values())[1:]
+    without_self = isinstance(inspect.getattr_static(cls, "setup"), staticmethod | classmethod)
+    parameters = list(inspect.signature(function).parameters.values())[0 if without_self else 1 :]
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if bad := [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY)]:
         raise ConfigError(f"{where}: parameter {bad[0]} cannot take a column of a data row; name each argument")
