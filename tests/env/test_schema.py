@@ -7,7 +7,7 @@ import sys
 import typing
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Optional, Self
+from typing import Annotated, Any, Generic, Literal, Optional, Self, TypeVar
 
 import pytest
 from pydantic import BaseModel, Field
@@ -304,6 +304,44 @@ class Called:
 def test_a_value_that_is_no_function_is_refused_as_a_tool(value, kind):
     with pytest.raises(ConfigError, match=f"a {kind} cannot be a tool; write a function with typed arguments"):
         tool_from(value)
+
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Stack(ToolEnv, Generic[T]):
+    def setup(self, first: T) -> str:
+        return f"{first!r}"
+
+    @tool
+    def push(self, items: list[T], last: T | None = None) -> str: ...
+
+
+class Pairs(Stack[tuple[T, U]], Generic[U, T]): ...
+
+
+class Texts(Pairs[str, int]):
+    @tool
+    def own(self, n: int) -> str: ...
+
+
+async def test_the_types_of_a_generic_base_are_those_of_the_class():
+    pair = {
+        "type": "array",
+        "prefixItems": [{"type": "integer"}, {"type": "string"}],
+        "minItems": 2,
+        "maxItems": 2,
+    }
+    parameters: Any = Texts().tools[0]["function"]
+    assert parameters["parameters"]["properties"] == {
+        "items": {"type": "array", "items": pair},
+        "last": {"anyOf": [pair, {"type": "null"}], "default": None},
+    }
+    opening, _ = await Texts().reset(Task("t", {"first": [1, "a"]}))
+    assert opening[0].content == "(1, 'a')"
+    with pytest.raises(ConfigError, match=r"argument 'first'\[0\]: .*integer"):
+        await Texts().reset(Task("t", {"first": ["b", "a"]}))
 
 
 class Picky(ToolEnv):

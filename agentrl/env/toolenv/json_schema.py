@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -24,6 +24,7 @@ from typing_extensions import TypedDict
 from agentrl.env.toolenv.typed_dicts import readable
 from agentrl.errors import ConfigError, InfraError
 
+NO_TYPES: Mapping[TypeVar, object] = {}
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_-]{0,63}")
 _OF_ARGUMENTS = ("Args", "Arguments", "Parameters", "Keyword Args", "Keyword Arguments")
 _SECTION = re.compile(rf"({'|'.join(_OF_ARGUMENTS)}|Returns|Raises|Yields|Examples?):\s*")
@@ -96,8 +97,12 @@ class Signature:
             raise InvalidArguments(f"args: refused by their type: {type(e).__name__}: {e}") from None
 
 
-def describe_callable(function: Callable[..., object], *, where: str, method: bool) -> Signature:
+def describe_callable(
+    function: Callable[..., object], *, where: str, method: bool, types: Mapping[TypeVar, object] = NO_TYPES
+) -> Signature:
     """Read the parameters of `function`; with `method` the first one (self) is left out.
+
+    `types` are put for the type variables of a generic class; see `type_arguments`.
 
     Raises:
         ConfigError: a parameter has no type hint, or its type has no JSON schema, or the function is an async
@@ -106,7 +111,7 @@ def describe_callable(function: Callable[..., object], *, where: str, method: bo
     if inspect.isasyncgenfunction(function):
         raise ConfigError(f"{where}: an async generator cannot be a tool; return a list of what it yields")
     parameters = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
-    hints = resolved_hints(function, where)
+    hints = resolved_hints(function, where, types)
     description, texts = _read_docstring(function, [p.name for p in parameters])
     fields: dict[str, object] = {}
     defaults: dict[str, object] = {}
@@ -142,15 +147,40 @@ def describe_callable(function: Callable[..., object], *, where: str, method: bo
     return Signature(schema, description, adapter, names, tuple(n for n in names if n not in defaults))
 
 
-def resolved_hints(function: Any, where: str) -> dict[str, Any]:
+def resolved_hints(function: Any, where: str, types: Mapping[TypeVar, object]) -> dict[str, Any]:
     """The type hints of a function. Raises ConfigError if one cannot be resolved."""
     try:
-        return get_type_hints(function, include_extras=True)
+        hints = get_type_hints(function, include_extras=True)
+        return {name: _with_types(hint, types) for name, hint in hints.items()}
     except NameError as e:
         raise ConfigError(f"{where}: type hint cannot be resolved: {e}; import the name at module level") from e
     except Exception as e:
         first = str(e).split("\n", 1)[0]
         raise ConfigError(f"{where}: type hint cannot be resolved: {type(e).__name__}: {first}") from e
+
+
+def type_arguments(cls: type, attribute: str) -> Mapping[TypeVar, object]:
+    """What `cls` puts for the type variables of the generic base that defines a method.
+
+    Of `class Numbers(Stack[int])` and a method of `Stack[T]`, {T: int}.
+    """
+    found: dict[type, dict[TypeVar, object]] = {}
+    for base in cls.__mro__:
+        if attribute in vars(base):
+            return found.get(base, {})
+        for generic in vars(base).get("__orig_bases__", ()):
+            origin: Any = get_origin(generic)
+            names = getattr(origin, "__parameters__", ())
+            given = [_with_types(hint, found.get(base, {})) for hint in get_args(generic)]
+            found.setdefault(origin, dict(zip(names, given, strict=False)))
+    return {}
+
+
+def _with_types(hint: Any, types: Mapping[TypeVar, object]) -> Any:
+    if isinstance(hint, TypeVar):
+        return types.get(hint, hint)
+    names = () if isinstance(hint, type) else getattr(hint, "__parameters__", ())
+    return hint[tuple(types.get(name, name) for name in names)] if names and types else hint
 
 
 def read_lazily(adapter: TypeAdapter[Any]) -> bool:

@@ -26,6 +26,7 @@ from agentrl.env.toolenv.json_schema import (
     read_lazily,
     resolved_hints,
     shorten,
+    type_arguments,
 )
 from agentrl.env.toolenv.typed_dicts import readable
 from agentrl.errors import ConfigError
@@ -234,7 +235,7 @@ def class_spec(cls: type) -> ClassSpec:
                 f"the method otherwise and say `name={attribute!r}` in the decorator"
             )
         if (mark := getattr(function, TOOL_MARK, None)) is not None:
-            spec = tool_spec(attribute, function, mark, where)
+            spec = tool_spec(cls, attribute, function, mark, where)
             if spec.name in tools:
                 raise ConfigError(f"{where}: a second tool named {spec.name!r}; give one another `name=`")
             tools[spec.name] = spec
@@ -368,13 +369,14 @@ def _members(cls: type) -> dict[str, Any]:
     return found
 
 
-def tool_spec(attribute: str, function: Callable[..., object], mark: ToolMark, where: str) -> ToolSpec:
+def tool_spec(cls: type, attribute: str, function: Callable[..., object], mark: ToolMark, where: str) -> ToolSpec:
     """Read the declaration of one marked method. Raises ConfigError; `where` names the method."""
     name = check_name(mark.name or attribute, where)
     check_timeout(mark.timeout_s, where)
     if mark.inline and inspect.iscoroutinefunction(function):
         raise ConfigError(f"{where}: inline=True is for plain functions; an async one never leaves the loop")
-    signature = describe_callable(function, where=where, method=True)
+    types = type_arguments(cls, attribute)
+    signature = describe_callable(function, where=where, method=True, types=types)
     return ToolSpec(name, attribute, function_schema(name, signature), signature, mark)
 
 
@@ -422,7 +424,7 @@ def _setup_spec(cls: type) -> SetupSpec:
     if bad := [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY)]:
         raise ConfigError(f"{where}: parameter {bad[0]} cannot take a column of a data row; name each argument")
     named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
-    hints = resolved_hints(function, where)
+    hints = resolved_hints(function, where, type_arguments(cls, "setup"))
     adapters: dict[str, TypeAdapter[dict[str, object]]] = {}
     make: Any = TypedDict
     for parameter in named:

@@ -41,7 +41,7 @@ def _read(cls: type, marked: _Marked) -> Sequence[ToolSpec]:
     if not marked:
         raise ConfigError(f"tools: class {cls.__name__} has no @tool method")
     return [
-        tool_spec(attribute, function, getattr(function, TOOL_MARK), place_of(function, cls, attribute))
+        tool_spec(cls, attribute, function, getattr(function, TOOL_MARK), place_of(function, cls, attribute))
         for attribute, function in marked.items()
     ]
 
