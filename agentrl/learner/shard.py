@@ -29,6 +29,9 @@ from agentrl.learner.sequence import SequenceRanks
 
 M = TypeVar("M", bound=nn.Module, covariant=True)
 
+ALIGNED = 64
+"""Torch's tensors in host memory begin at multiples of so many bytes."""
+
 
 class Make(Protocol[M]):
     """Makes a module with its values, or its shapes only."""
@@ -102,6 +105,7 @@ class World:
         """
         if self.mesh is None:
             module = make(True).to(device)
+            _leave_file(module)
             _settle_attention(module, config, device, apart=rows_apart(module))
             return module
         values: dict[str, Tensor] = {}
@@ -153,6 +157,17 @@ def _settle_attention(module: nn.Module, config: LearnerConfig, device: torch.de
             "attention that transformers gives it; leave learner.attention at auto"
         )
     compute_apart(module)
+
+
+def _leave_file(module: nn.Module) -> None:
+    """Copy parameters that are mapped from a file and begin where torch would not place them.
+
+    Kernels round by where a tensor begins, and a checkpoint is laid out otherwise than the model that training
+    began with: a resumed run would not compute what an uninterrupted one does.
+    """
+    for parameter in module.parameters():
+        if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNED:
+            parameter.data = parameter.detach().clone()
 
 
 def settle(module: nn.Module) -> None:

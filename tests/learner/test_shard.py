@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
@@ -23,7 +24,8 @@ from agentrl.learner import rank_pool
 from agentrl.learner.logprobs import token_stats
 from agentrl.learner.micro_batch import saving
 from agentrl.learner.pack import pack
-from agentrl.learner.shard import World, collected
+from agentrl.learner.policy_model import load_policy
+from agentrl.learner.shard import ALIGNED, World, collected
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import make_batch
 
@@ -163,3 +165,21 @@ def test_the_port_where_ranks_meet_is_free_on_every_address(monkeypatch: pytest.
     store.set("rank", "0")
     assert store.get("rank") == b"0"
     worker._port.close()
+
+
+def test_where_a_file_has_its_tensors_does_not_change_the_numbers(policy_dir: Path, tmp_path: Path):
+    """Kernels round by where a tensor begins in memory. Those of a file that is mapped begin behind its header,
+    which is longer in one checkpoint than in another."""
+    for length in range(0, 64, 8):
+        folder = tmp_path / str(length)
+        shutil.copytree(policy_dir, folder)
+        file = folder / "model.safetensors"
+        save_file(load_file(file), file, metadata={"format": "pt", "more": "x" * length})
+        model = World().place(
+            lambda values, folder=folder: load_policy(folder, torch.device("cpu")),  # type: ignore[misc]
+            LearnerConfig(device="cpu"),
+            torch.device("cpu"),
+        )
+        assert {parameter.data_ptr() % ALIGNED for parameter in model.parameters()} == {0}
+        kept = load_file(file)
+        assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items() if name in kept)
