@@ -82,7 +82,7 @@ def replay(run: Path, step: int, overrides: Sequence[str] = ()) -> Replay:
             what is learned.
 
     Raises:
-        ConfigError: an override is refused.
+        ConfigError: an override is refused, or the updates replayed routes, which are not recorded.
         CheckpointError: the run does not have that step, its episodes or checkpoints are damaged, or its model is
             gone.
         InfraError: nothing accepts connections at the URL of a teacher.
@@ -116,8 +116,13 @@ async def _replay(run: Path, step: int, overrides: Sequence[str]) -> Replay:
     differing: dict[int, Mapping[str, tuple[float, float]]] = {}
     with ScratchFolder("replay") as scratch:
         bounds = [first, *(end for end in ends(run) if first < end < step), step]
-        for begin, end in pairwise(bounds):
-            config = config_at(run, end, overrides)
+        configs = [config_at(run, end, overrides) for end in bounds[1:]]
+        if any(config.learner.replay_routes for config in configs):
+            raise ConfigError(
+                f"{run}: updates with learner.replay_routes cannot be replayed: a run folder does not hold the "
+                "experts that the sampler chose"
+            )
+        for (begin, end), config in zip(pairwise(bounds), configs, strict=True):
             await require_teachers(config.teachers_on_servers.values())
             learner = await make_learner(config, policy, start)
             try:

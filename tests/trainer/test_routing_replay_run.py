@@ -13,6 +13,7 @@ from agentrl.config.run import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.models.tiny import make_tokenizer
 from agentrl.run_folder.records import read_episodes
+from agentrl.trainer.replay import replay
 from tests.trainer.test_run import ENVS, run
 
 NOISE = """
@@ -106,3 +107,9 @@ def test_a_run_replays_routes(tmp_path: Path, more: dict[str, object]):
 def test_a_model_without_experts_is_refused_at_once(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"learner\.replay_routes needs a model with experts, and model\.tiny"):
         run(moe_run(tmp_path, model={"tiny": {}}), tmp_path / "run")
+
+
+def test_a_run_that_replayed_routes_has_no_record_of_them_to_replay(tmp_path: Path):
+    run(moe_run(tmp_path, steps=1), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"updates with learner\.replay_routes cannot be replayed: "):
+        replay(tmp_path / "run", 1)
