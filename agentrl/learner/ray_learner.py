@@ -7,12 +7,12 @@ folder stays intact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from agentrl.config.run import LearnerConfig
+from agentrl.config.run import LearnerConfig, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.learner.critic import Critic
 from agentrl.learner.learner import Learner
@@ -26,6 +26,33 @@ from agentrl.ray_cluster import connect, import_ray
 
 KEYS = {"learner": "learner.ranks", "reference": "learner.reference_ranks", "critic": "critic.ranks"}
 """The setting that says how many ranks a model has."""
+
+
+def join_cluster(config: RunConfig) -> Callable[[], None]:
+    """Connect to the cluster of a run that uses Ray, and see whether its ranks fit there.
+
+    Returns:
+        A function that leaves the cluster.
+
+    Raises:
+        ConfigError: Ray is not installed, no cluster is at the address, or it has too little room.
+        WorkerLost: Ray did not start here.
+    """
+    sizes = {
+        "learner": config.learner.ranks if config.learner_on_ray else 0,
+        "reference": config.learner.reference_ranks,
+        "critic": 0 if config.critic is None else config.critic.ranks,
+    }
+    sizes = {name: size for name, size in sizes.items() if size}
+    server = config.engine.server
+    cpus = sum(sizes.values()) + (server.replicas if server.launch == "ray" else 0)
+    ray = import_ray("ray")
+    with ExitStack() as stack:
+        if connect(ray, config.ray, cpus=cpus):
+            stack.callback(ray.shutdown)
+        if sizes:
+            _has_room(ray, config.learner.device, sizes)
+        return stack.pop_all().close
 
 
 def ray_learner(spec: LearnerSpec) -> Learner:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from agentrl.errors import CheckpointError, ConfigError
 from agentrl.learner.learner import Learner
 from agentrl.learner.lora import refuse_unknown_targets
 from agentrl.learner.memory import keep_freed_memory, long_lived
+from agentrl.learner.ray_learner import join_cluster
 from agentrl.learner.routing_replay import refuse_replay
 from agentrl.learner.sequence_check import refuse_unsplittable
 from agentrl.reporting.loggers.log_feed import LogFeed
@@ -48,7 +49,7 @@ from agentrl.run_folder.curve import write_curve
 from agentrl.run_folder.store import RunStore
 from agentrl.sandbox import close_pools
 from agentrl.trainer.algorithm import algorithm_of
-from agentrl.trainer.code_check import check_code
+from agentrl.trainer.code_check import CheckedCode, check_code
 from agentrl.trainer.estimator import check_penalties
 from agentrl.trainer.evaluation import EvaluationParts, check_background, make_evaluation
 from agentrl.trainer.examiner import Examiner
@@ -138,6 +139,33 @@ async def _train_run(setting: _Setting) -> Summary:
     code = check_code(config, content, store, accept=setting.accept_code)
     for line in code.changed:
         reporter.note(f"changed since the newest checkpoint: {line}")
+    async with _on_cluster(config, reporter):
+        await _train(setting, content, code)
+    summary = summarize(store, config, time.monotonic() - started + earlier)
+    store.write_summary(summary)
+    # Behind what the steps have drawn in this thread, which may still be at work.
+    await asyncio.get_running_loop().run_in_executor(setting.disk_thread, write_curve, store.path)
+    return summary
+
+
+@contextlib.asynccontextmanager
+async def _on_cluster(config: RunConfig, reporter: Reporter) -> AsyncIterator[None]:
+    """Hold the connection to Ray, if the run uses it: what cannot run there shows before a cold start takes its
+    time."""
+    if not config.uses_ray:
+        yield
+        return
+    reporter.within("connecting to Ray")
+    leave = await asyncio.to_thread(join_cluster, config)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(leave)
+
+
+async def _train(setting: _Setting, content: Content, code: CheckedCode) -> None:
+    """From the start policy to the last checkpoint."""
+    config, store, reporter = setting.config, setting.store, setting.reporter
     reporter.within("making the start policy")
     began = time.monotonic()
     start = await make_start(config, content, store.path, reporter=reporter, stopping=setting.stopping)
@@ -160,11 +188,6 @@ async def _train_run(setting: _Setting) -> Summary:
                     await train(run)
             await run.checkpoints.saved()
             await run.evaluation.finished()
-    summary = summarize(store, config, time.monotonic() - started + earlier)
-    store.write_summary(summary)
-    # Behind what the steps have drawn in this thread, which may still be at work.
-    await asyncio.get_running_loop().run_in_executor(setting.disk_thread, write_curve, store.path)
-    return summary
 
 
 def _earlier_summary(store: RunStore, reporter: Reporter) -> Summary | None:

@@ -21,10 +21,11 @@ from train_models import VOCABULARY, make_batch, observed, scored, write_model
 from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
-from agentrl.config.run import LearnerConfig, OptimConfig
-from agentrl.errors import WorkerLost
+from agentrl.config.run import LearnerConfig, OptimConfig, RunConfig
+from agentrl.errors import ConfigError, WorkerLost
 from agentrl.learner import rank_pool as pools
 from agentrl.learner.rank_pool import RankPool, RankWorker
+from agentrl.learner.ray_learner import join_cluster
 from agentrl.ray_cluster import connect, import_ray
 
 STEPS = 4
@@ -407,6 +408,11 @@ def bad_input(folder: Path, ranks: int) -> list[str]:
             learner(folder, ranks, policy=policy, **config)
         except Exception as e:
             said.append(f"{type(e).__name__}: {e}")
+    run = {"env": "envs:Env", "model": {"path": "policy"}, "learner": {"device": "cpu", "reference_ranks": 5000}}
+    try:
+        join_cluster(RunConfig.model_validate(run))
+    except ConfigError as e:
+        said.append(f"{type(e).__name__}: {e}")
     return said
 
 

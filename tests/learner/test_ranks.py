@@ -140,7 +140,7 @@ def test_ranks_survive_a_bad_gradient(same_curve: dict[str, Any]):
 
 @pytest.mark.timeout(1600)
 def test_bad_input_is_one_error(apart: dict[str, Any]):
-    cluster, gpus, offload, nowhere = apart["refused"]
+    cluster, gpus, offload, nowhere, room = apart["refused"]
     assert cluster.startswith("ConfigError: ray '127.0.0.1:1': no Ray cluster answers there")
     assert (
         gpus == "ConfigError: learner.ranks is 2, but the Ray cluster has 0 GPUs: use fewer ranks, or more nodes"
@@ -148,6 +148,9 @@ def test_bad_input_is_one_error(apart: dict[str, Any]):
     assert offload.startswith("ConfigError: learner.cpu_offload has no effect on the CPU")
     assert nowhere.startswith("ConfigError: learner rank 0 on ")
     assert "sees no model in" in nowhere
+    assert room.startswith(
+        "ConfigError: learner.ranks is 1 and learner.reference_ranks is 5000, but the Ray cluster"
+    )
 
 
 @pytest.mark.timeout(1600)

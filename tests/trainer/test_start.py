@@ -116,6 +116,20 @@ def test_an_episode_that_may_be_larger_than_a_micro_batch_is_refused_before_anyt
         assert "may have 200 tokens" in too_long(small.model_copy(update=several))
 
 
+@pytest.mark.parametrize("on_ray", [{"rollout.workers": 1}, {"learner.reference_ranks": 1}])
+def test_a_cluster_that_is_not_there_is_refused_before_the_cold_start(tmp_path: Path, on_ray: dict[str, int]):
+    pytest.importorskip("ray")
+    settings = config("drop").model_dump(exclude_unset=True) | {"ray": "127.0.0.1:1"}
+    for key, value in on_ray.items():
+        section, _, name = key.partition(".")
+        settings[section] = settings.get(section, {}) | {name: value}
+    far = RunConfig.model_validate(settings)
+    with RunStore.open(far, tmp_path / "run") as store, pytest.raises(ConfigError) as caught:
+        train_run(far, store, Silent())
+    assert "ray '127.0.0.1:1': no Ray cluster answers there" in str(caught.value)
+    assert not (tmp_path / "run" / "start").exists()
+
+
 async def test_a_demonstration_that_is_larger_than_a_micro_batch_is_refused_before_the_learner_is_made(
     tmp_path: Path,
 ):
