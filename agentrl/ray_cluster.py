@@ -56,7 +56,7 @@ def connect(ray: Any, address: str | None, *, cpus: int) -> bool:
                 _knock(address)
                 ray.init(address=address, **options)
             except (OSError, ValueError, RuntimeError) as e:
-                raise ConfigError(f"ray {address!r}: no Ray cluster answers there: {e}") from e
+                raise ConfigError(f"ray {address!r}: {_refused(e)}") from e
             return True
         cpus = max(os.cpu_count() or 1, cpus)
         for attempt in range(STARTS):
@@ -103,6 +103,16 @@ def _knock(address: str) -> None:
     host, _, port = address.rpartition(":")
     if host and port.isdigit() and "/" not in host:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+
+
+def _refused(error: Exception) -> str:
+    """Why this process is not connected. Ray names an address that it found and could not connect to, not why."""
+    if not str(error).startswith("Failed to connect to Ray cluster"):
+        return f"no Ray cluster answers there: {error}"
+    return (
+        f"{error}. If it asks for a token (~/.ray/auth_token on its nodes), this machine needs that file and "
+        "RAY_AUTH_MODE=token in its environment"
+    )
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.errors import WorkerLost
+from agentrl.errors import ConfigError, WorkerLost
 from agentrl.ray_cluster import STARTS, connect
 
 
@@ -47,3 +47,19 @@ def test_parts_of_a_ray_that_did_not_start_are_ended(tmp_path: Path):
         for process in (other, *ray.parts):
             process.kill()
             process.wait()
+
+
+class Guarded(SlowRay):
+    """A cluster with token authentication, as Ray tells of it: an address alone does not send the token."""
+
+    def init(self, **options: object) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379")
+
+
+def test_a_cluster_that_asks_for_a_token_is_not_said_to_be_missing(tmp_path: Path):
+    with pytest.raises(ConfigError) as caught:
+        connect(Guarded(tmp_path), "auto", cpus=1)
+    assert str(caught.value).startswith(
+        "ray 'auto': Failed to connect to Ray cluster at 10.0.0.1:6379. If it asks"
+    )
+    assert "needs that file and RAY_AUTH_MODE=token in its environment" in str(caught.value)

@@ -10,6 +10,8 @@
 # A requeued job resumes from its newest checkpoint: the command is the same.
 set -euo pipefail
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # which srun does not take over from the job since Slurm 22.05
+# With this file, `ray start` asks for the token in it, which is not sent to an address unless this is set.
+if [ -f ~/.ray/auth_token ]; then export RAY_AUTH_MODE=token; fi
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # The first address that other nodes can reach: --ip-address may answer with one of the loopback device.
 head=$(srun --nodes=1 --ntasks=1 -w "${nodes[0]}" hostname --all-ip-addresses | awk '{print $1}')
