@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # What is imported is compiled then; most files of most packages never are.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile -c constraints.txt
+# Before there is an environment, which another PYTHON would not replace.
+TOO_OLD := Python %d.%d is too old for agentrl: install 3.11 or later, and name it, as in: make quickstart PYTHON=python3.12
+NEW_ENOUGH := $(PYTHON) -c 'import sys; v = sys.version_info[:2]; v < (3, 11) and sys.exit("$(TOO_OLD)" % v)'
 # The pip that comes with Python 3.11 takes half as long again as the newest; it does where that cannot be had.
 NEWEST_PIP := -m pip --disable-pip-version-check install -q -U pip || true
 
@@ -41,12 +44,12 @@ RARELY := (gc.set_threshold(30_000, 20, 10), atexit.register(gc.freeze), atexit.
 RARELY_IN_TESTS := import atexit, gc, os; "PYTEST_VERSION" in os.environ and $(RARELY)
 
 $(VENV)/.train: pyproject.toml constraints.txt
-	test -x $(BIN)/python || { $(PYTHON) -m venv $(VENV) && { $(BIN)/python $(NEWEST_PIP); }; }
+	test -x $(BIN)/python || { $(NEW_ENOUGH) && $(PYTHON) -m venv $(VENV) && { $(BIN)/python $(NEWEST_PIP); }; }
 	$(PIP) -e '.[train]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt
-	test -x $(BIN)/python || { $(PYTHON) -m venv $(VENV) && { $(BIN)/python $(NEWEST_PIP); }; }
+	test -x $(BIN)/python || { $(NEW_ENOUGH) && $(PYTHON) -m venv $(VENV) && { $(BIN)/python $(NEWEST_PIP); }; }
 	$(PIP) -e '.[train,docker,hf,lora,mcp,mlflow,openenv,parquet,ray,reasoning-gym,serve,tensorboard,textarena,wandb,dev]'
 	@# They pin older versions of packages that other extras need, and gem-llm declares Python up to 3.12.0.
 	$(PIP) --no-deps --ignore-requires-python gem-llm==0.1.0 bfcl-eval==2026.3.23

@@ -7,8 +7,12 @@ import importlib
 import importlib.util
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, get_origin
 
 import pytest
@@ -204,3 +208,18 @@ def is_key(key: str) -> bool:
     above = (field_at(loc[:end]) for end in range(len(loc), 0, -1))
     nearest = next((field for field in above if field is not None), None)
     return nearest is not None and (field_at(loc) is nearest or get_origin(nearest.annotation) is dict)
+
+
+def test_make_refuses_an_old_python_before_it_makes_an_environment(tmp_path: Path) -> None:
+    """Another PYTHON would not replace the environment."""
+    old = tmp_path / "python3.9"
+    program = "import sys; sys.version_info = (3, 9, 6); exec(sys.argv[1])"
+    old.write_text(f"""#!/bin/sh\n[ "$1" = -c ] || exit 9\nexec {sys.executable} -c '{program}' "$2"\n""")
+    old.chmod(0o755)
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    done = subprocess.run(["make", "quickstart", f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("Python 3.9 is too old for agentrl: install 3.11 or later")
+    assert not (tmp_path / ".venv").exists()
