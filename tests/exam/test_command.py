@@ -53,6 +53,18 @@ def test_every_env_of_a_run_is_examined_and_reported(run, both, tmp_path):
     assert not any(outside in page for outside in ("http://", "https://", "src="))
 
 
+def test_an_env_that_cannot_be_played_passes_no_check(run, tmp_path):
+    (tmp_path / "env.py").write_text(
+        "from agentrl.envs.python_code import PythonCode\nfrom agentrl.sandbox import Sandbox\n"
+        "class Closed(PythonCode):\n    sandbox = Sandbox(readonly=('/no/such/folder',))\n"
+    )
+    code, _, _ = run("check", f"{tmp_path}/env.py:Closed", "--exam", "--tasks", 2, "--report", tmp_path / "report")
+    assert code == 1
+    (closed,) = json.loads((tmp_path / "report" / "exam.json").read_text())["envs"]
+    assert "no episode of any task can be played" in closed["findings"][-1]["text"]
+    assert {check["name"] for check in closed["checks"] if check["state"] == "ok"} <= {"splits"}
+
+
 def test_an_env_by_name_passes(run):
     code, out, err = run("check", f"{ENV}:Sums", "--exam")
     assert code == 0
