@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 
 TYPE_CHECKING = False  # that of `typing`, whose import takes a while in which Ctrl-C shows a traceback
+
+if sys.platform == "win32":
+    raise ImportError("agentrl needs Linux or macOS; on Windows, install and run it inside WSL 2")
 
 if not os.path.isdir(os.path.dirname(__file__)):
     raise ImportError(

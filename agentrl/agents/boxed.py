@@ -24,6 +24,7 @@ from agentrl.agents.forwarder import PROGRAM
 from agentrl.agents.program import MAX_CRASH, TAIL_BYTES, Access, AgentCrashedError, AgentTask
 from agentrl.errors import ConfigError, SandboxError
 from agentrl.sandbox import Box, BoxSnapshot, Sandbox, SandboxBroken, SandboxPool
+from agentrl.sandbox.local import require_linux
 from agentrl.scratch import ScratchFolder
 from agentrl.serve.listen import serving
 from agentrl.suggest import did_you_mean
@@ -55,6 +56,11 @@ def box_spec(options: Mapping[str, object], timeout_s: float) -> Sandbox:
             f"agent.sandbox.backend {backend!r}: cannot keep a program from other addresses; "
             f"use {' or '.join(map(repr, BACKENDS))}"
         )
+    if backend == "namespace":
+        try:
+            require_linux("namespace")
+        except ConfigError as e:
+            raise ConfigError(f"agent.sandbox: {e}") from e
     if values.get("network"):
         raise ConfigError(
             "agent.sandbox.network: the only address that the program reaches is the recorder's; remove the key, "

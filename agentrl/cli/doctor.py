@@ -134,7 +134,7 @@ def _machine() -> None:
     print(f"agentrl         {_version(DISTRIBUTION)}")
     print(f"python          {platform.python_version()} on {platform.system()} {platform.machine()}")
     print(f"kernel          {platform.release()}")
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     print(f"processors      {cores} usable{'' if cores == os.cpu_count() else f' of {os.cpu_count()}'}")
     print(f"memory          {_memory()}")
     print(f"disk            {shutil.disk_usage(Path.cwd()).free / 2**30:.1f} GiB free in this folder")
@@ -188,8 +188,11 @@ def _cuda() -> str:
 
 
 def _memory() -> str:
+    file = Path("/proc/meminfo")
+    if not file.is_file():  # not Linux
+        return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
     sizes: dict[str, int] = {}
-    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+    for line in file.read_text(encoding="utf-8").splitlines():
         key, _, rest = line.partition(":")
         sizes[key] = int(rest.split()[0])  # KiB
     return f"{sizes['MemAvailable'] / 2**20:.1f} GiB free of {sizes['MemTotal'] / 2**20:.1f} GiB"
@@ -200,6 +203,8 @@ def _gpus() -> str:
         return "unknown (torch is not installed)"
     import torch
 
+    if torch.backends.mps.is_available():
+        return "that of this Mac, which agentrl does not use: it computes on the CPU"
     if not torch.cuda.is_available():
         return "none that torch can use"
     names = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]

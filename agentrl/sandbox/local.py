@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from agentrl.errors import ConfigError
 from agentrl.sandbox import bundle
 from agentrl.sandbox.contract import PROMISES, USER_RLIMITS, Sandbox
 from agentrl.sandbox.errors import SandboxUnavailable
@@ -109,10 +110,10 @@ class LocalBackend:
         """Start the keeper.
 
         Raises:
+            ConfigError: this is not Linux.
             SandboxUnavailable: it did not start.
         """
-        if not sys.platform.startswith("linux"):
-            raise SandboxUnavailable(f"sandbox backend {self.name!r} needs Linux, this is {sys.platform}")
+        require_linux(self.name)
         self._check_spec()
         loop = asyncio.get_running_loop()
         python = self.spec.python or self._interpreter()
@@ -312,6 +313,16 @@ class LocalBackend:
         if self.spec.run_as or os.getuid() != 0:  # only root can give each sandbox a separate user
             always -= {"own_quotas"}
         return always, (always | more) & frozenset(PROMISES)
+
+
+def require_linux(backend: str) -> None:
+    """Raise ConfigError where no back-end of this module can ever work."""
+    if not sys.platform.startswith("linux"):
+        here = "macOS" if sys.platform == "darwin" else sys.platform
+        raise ConfigError(
+            f"sandbox backend {backend!r} needs Linux, and this is {here}: use backend='docker', or 'remote' with "
+            "`agentrl sandbox serve` on a Linux machine"
+        )
 
 
 def _socket_pair(kind: socket.SocketKind) -> tuple[socket.socket, socket.socket]:

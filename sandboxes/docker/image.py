@@ -177,6 +177,11 @@ def main() -> None:
     parser.add_argument("--tag", default="agentrl/sandbox:latest")
     parser.add_argument("--python", type=Path, default=Path(getattr(sys, "_base_executable", sys.executable)))
     arguments = parser.parse_args()
+    if not sys.platform.startswith("linux"):
+        parser.error(
+            "this packs programs of a Linux machine; here, build the image from a registry: "
+            f"docker build -t {arguments.tag} {Path(__file__).parent}"
+        )
     build(arguments.tag, arguments.python)
     sys.stdout.write(f"{arguments.tag} is ready\n")
 
