@@ -20,6 +20,12 @@ def parse(text: str) -> ast.Module:
         return ast.parse(text)
 
 
+def parse_expression(text: str) -> ast.expr:
+    """The tree of a single expression, one thread at a time."""
+    with _one_at_a_time:
+        return ast.parse(text, mode="eval").body
+
+
 def source_of(found: Any) -> str:
     """`inspect.getsource`, which parses the file of a class, one thread at a time."""
     with _one_at_a_time:

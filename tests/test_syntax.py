@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 
+from agentrl.envs.others.bfcl import read_calls
 from agentrl.syntax import parse, source_of
 
 
@@ -20,6 +21,7 @@ class Cycle:
 
 
 TEXT = "def f(x):\n    return (x + (1 * (2 - (3 + (4 * x)))))\n" * 20
+CALLS = f"[{', '.join(['f(a=[1, [2, [3]]])'] * 100)}]"
 
 
 def test_threads_parse_at_once():
@@ -27,10 +29,11 @@ def test_threads_parse_at_once():
 
     def work() -> None:
         try:
-            for _ in range(60):
+            for _ in range(200):
                 Cycle()
                 assert len(parse(TEXT).body) == 20
                 assert "Garbage" in source_of(Cycle)
+                assert len(read_calls(CALLS)) == 100
         except BaseException as e:
             failed.append(e)
 

@@ -13,7 +13,6 @@ import functools
 import importlib
 import inspect
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from agentrl.env.toolenv.observe import plain_text
 from agentrl.env.toolenv.settings import ToolSettings
 from agentrl.errors import ConfigError
 from agentrl.suggest import did_you_mean
+from agentrl.syntax import parse_expression
 from agentrl.types import Message, Task, ToolSchema
 
 CATEGORIES = ("multi_turn_base", "multi_turn_long_context", "multi_turn_miss_func", "multi_turn_miss_param")
@@ -297,19 +297,10 @@ def api_method(apis: Mapping[str, Any], name: str) -> Callable[..., Any] | None:
     return found
 
 
-_PARSING = threading.Lock()
-
-
-def _parsed(text: str) -> ast.expr:
-    """Parse an expression, one at a time: two threads of Python 3.11 that parse at once end in SystemError."""
-    with _PARSING:
-        return ast.parse(text.strip(), mode="eval").body
-
-
 def read_calls(text: str) -> list[Call]:
     """The calls in `[f(a=1), g()]`, with literal keyword arguments; empty if the text is anything else."""
     try:
-        tree = _parsed(text)
+        tree = parse_expression(text.strip())
         nodes = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]
         return [_call(node) for node in nodes]
     except (SyntaxError, ValueError, TypeError, OverflowError, RecursionError, MemoryError):
@@ -324,7 +315,7 @@ def _call(node: ast.AST) -> Call:
 
 def true_call(text: str, apis: Mapping[str, Any]) -> Call:
     """A call of the ground truth; positional arguments get their names."""
-    node = _parsed(text)
+    node = parse_expression(text.strip())
     assert isinstance(node, ast.Call)
     assert isinstance(node.func, ast.Name)
     method = api_method(apis, node.func.id)
