@@ -321,17 +321,17 @@ class TestWhoseDoingItWas:
             assert not isinstance(caught.value, SandboxBroken)
 
     async def test_the_ttl_is_the_episodes_own(self) -> None:
-        async with SandboxPool(Sandbox(ttl_s=0.3, death_reward=-1.0), min_idle=0) as pool, pool.lease() as box:
+        async with SandboxPool(Sandbox(ttl_s=1.0, death_reward=-1.0), min_idle=0) as pool, pool.lease() as box:
             await box.run("true")
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(1.2)
             with pytest.raises(SandboxBroken) as caught:
                 await box.run("true")
             assert caught.value.reward == -1.0
 
     async def test_before_anything_ran_it_is_a_failure(self) -> None:
-        async with SandboxPool(Sandbox(ttl_s=0.2), min_idle=0) as pool, pool.lease() as box:
+        async with SandboxPool(Sandbox(ttl_s=1.0), min_idle=0) as pool, pool.lease() as box:
             await box.write_file("x", b"1")  # ours alone
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(1.2)
             with pytest.raises(SandboxDied):
                 await box.read_file("x")
 
