@@ -130,6 +130,16 @@ def test_the_image_is_not_packed_from_programs_of_another_system(tmp_path: Path)
     assert Path(out.split()[-1], "Dockerfile").is_file()
 
 
+def test_names_of_dead_owners_are_recognized_without_proc(tmp_path: Path) -> None:
+    (tmp_path / "owners.py").write_text(
+        "import subprocess, sys\nfrom agentrl.sandbox.inside.leftovers import is_stale, run_name\n"
+        "child = subprocess.Popen(['sleep', '1000'])\n"
+        "pid, began = run_name().split('-')\nother = f'{child.pid}-{began}'\n"
+        "print(is_stale(run_name()), is_stale(other))\nchild.kill()\nchild.wait()\nprint(is_stale(other))\n"
+    )
+    assert on_macos(tmp_path, "owners") == (0, "False False\nTrue\n")
+
+
 def test_windows_is_told_to_use_wsl() -> None:
     program = "import sys; sys.platform = 'win32'; import agentrl"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -8,13 +8,26 @@ import stat
 
 
 def start_time(pid: int) -> int:
-    """Return when the process started, in clock ticks since boot; 0 if there is no such process."""
+    """Return when the process started, in clock ticks since boot; 0 if there is no such process.
+
+    Without /proc (macOS), it is 1 if there is one.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as f:
             fields = f.read().rpartition(b")")[2].split()
     except OSError:
-        return 0
+        return int(not os.path.isdir("/proc") and _exists(pid))
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:  # another user's
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def run_name() -> str:
