@@ -280,7 +280,12 @@ OF_TYPES: Mapping[str, Any] = {
         },
         "code": {"$ref": "#/$defs/Code"},
         "other_code": {"allOf": [{"$ref": "#/$defs/Code"}]},
+        "name": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "other_name": {"$ref": "#/properties/name/anyOf/0"},
+        "draft_7_pair": {"type": "array", "items": [NUMBER, {"type": "string"}]},
+        "whole": {"$ref": "#"},
     },
+    "allOf": [{"properties": {"branch": {"type": "string"}}}],
     "$defs": {"Place": PLACE, "Code": {"$ref": "#/$defs/Text"}, "Text": {"type": "string"}},
 }
 
@@ -294,6 +299,8 @@ OF_TYPES: Mapping[str, Any] = {
         {"place": {"zip": "10115", "floor": 3}},
         {"groups": [{"a": []}, {"b": [1]}]},
         {"code": "12", "other_code": "true"},
+        {"other_name": "12", "branch": "12"},
+        {"draft_7_pair": [1, "2"], "whole": {"code": "12"}},
     ],
     ids=str,
 )

@@ -4,14 +4,14 @@ element for each key, nested as the value is (MiniMax M3)."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from agentrl.chat.parsers.parser import MAX_DEPTH, Malformed, ParsedCall, Span, Tools
 from agentrl.chat.parsers.stream import BlockParser
 from agentrl.chat.parsers.tagged import read_tagged
-from agentrl.chat.parsers.tagged_values import options, parameters_of, typed, types_in, untexted
+from agentrl.chat.parsers.tagged_values import parameters_of, schema_inside, typed, types_in, untexted
 
 _CDATA = ("<![CDATA[", "]]>")
 
@@ -108,7 +108,7 @@ class MiniMaxM3(BlockParser):
             if not tag.group(1):
                 if len(open_) > MAX_DEPTH:
                     return Malformed(f"call of {name[:80]!r}: nested more than {MAX_DEPTH} deep", span)
-                schemas.append(_schema_inside(schemas[-1], key, len(open_[-1].inside), root))
+                schemas.append(schema_inside(schemas[-1], key, len(open_[-1].inside), root))
                 open_.append(_Element(key, text))
                 continue
             if key != open_[-1].key or text.strip() or len(open_) == 1:
@@ -121,18 +121,3 @@ class MiniMaxM3(BlockParser):
         if len(arguments) < len(open_[0].inside):
             return Malformed(f"call of {name[:80]!r}: an argument is given twice", span)
         return ParsedCall(name, arguments, span)
-
-
-def _schema_inside(schema: object, key: str, position: int, root: Mapping[str, object]) -> object:
-    """The schema of a key of an object, or of the item at a position of a list."""
-    found: list[object] = []
-    for option in options(schema, root):
-        properties, first = option.get("properties"), option.get("prefixItems")
-        if isinstance(properties, Mapping) and key in properties:
-            found.append(properties[key])
-        else:
-            found.append(option.get("additionalProperties"))
-        if key == "item":
-            listed = first[position : position + 1] if isinstance(first, list) else []
-            found += listed or [option.get("items")]
-    return {"anyOf": found}

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from agentrl.chat.parsers.parser import Malformed, ParsedCall, Span, Tools
 from agentrl.chat.parsers.stream import BlockParser
-from agentrl.chat.parsers.tagged_values import from_json, typed, types_of
+from agentrl.chat.parsers.tagged_values import from_json, parameters_of, typed, types_of
 
 _MORE = re.compile(r"\S")
 
@@ -130,7 +130,7 @@ def read_tagged(
 ) -> ParsedCall | Malformed:
     """Read arguments: `opening` matches the tag with the key, `closing` ends the value, `end` ends the call."""
     arguments: dict[str, Any] = {}
-    of_key = types_of(tools, name)
+    parameters = parameters_of(tools, name)
     while (match := opening.match(body, at)) is not None:
         key = match.group(1).strip()
         stop = body.find(closing, match.end())
@@ -147,7 +147,7 @@ def read_tagged(
         value = value.removesuffix("\n") if match.group().endswith("\n") else value
         said = match.group(2) if opening.groups > 1 else None
         if said is None:
-            arguments[key] = typed(value, of_key.get(key, set()))
+            arguments[key] = typed(value, types_of(parameters, key))
         else:
             arguments[key] = value if said == "true" else from_json(value)
     if end.match(body, at) is None:

@@ -19,12 +19,9 @@ def parameters_of(tools: Tools, name: str) -> Mapping[str, object]:
     return {}
 
 
-def types_of(tools: Tools, name: str) -> Mapping[str, set[str]]:
-    """Return the JSON types that each of a tool's arguments may have; see `types_in`."""
-    parameters = parameters_of(tools, name)
-    properties = parameters.get("properties")
-    given: Mapping[str, object] = properties if isinstance(properties, Mapping) else {}
-    return {key: types_in(schema, parameters) for key, schema in given.items()}
+def types_of(parameters: Mapping[str, object], key: str) -> set[str]:
+    """Return the JSON types that one of a tool's arguments may have; see `types_in`."""
+    return types_in(schema_inside(parameters, key, 0, parameters), parameters)
 
 
 def typed(text: str, types: Set[str]) -> object:
@@ -45,10 +42,10 @@ def typed(text: str, types: Set[str]) -> object:
 
 def untexted(arguments: Mapping[str, object], tools: Tools, name: str) -> dict[str, object]:
     """Convert text arguments to the values they denote, where the schema does not allow text."""
-    of_key = types_of(tools, name)
+    parameters = parameters_of(tools, name)
 
     def value(key: str, given: object) -> object:
-        types = of_key.get(key)
+        types = types_of(parameters, key)
         return typed(given, types) if types and isinstance(given, str) and "string" not in types else given
 
     return {key: value(key, given) for key, given in arguments.items()}
@@ -104,15 +101,33 @@ def options(schema: object, root: Mapping[str, object]) -> Iterator[Mapping[str,
             continue
         yield option
         reference = option.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#/") and reference not in followed:
+        if isinstance(reference, str) and f"{reference}/".startswith("#/") and reference not in followed:
             followed.add(reference)
             waiting.append(_target(reference, root))
         for branches in (option.get(key) for key in ("anyOf", "oneOf", "allOf")):
             waiting += branches if isinstance(branches, list) else ()
 
 
+def schema_inside(schema: object, key: str, position: int, root: Mapping[str, object]) -> object:
+    """Return the schema of a key of an object, or of the item at a position of a list."""
+    found: list[object] = []
+    for option in options(schema, root):
+        properties, items = option.get("properties"), option.get("items")
+        if isinstance(properties, Mapping) and key in properties:
+            found.append(properties[key])
+        else:
+            found.append(option.get("additionalProperties"))
+        if key == "item":
+            first = option.get("prefixItems", items)  # draft 7 has a list of items instead
+            listed = first[position : position + 1] if isinstance(first, list) else []
+            found += listed or [items]
+    return {"anyOf": found}
+
+
 def _target(reference: str, root: object) -> object:
-    for part in reference.removeprefix("#/").split("/"):
+    for part in reference.split("/")[1:]:
+        if isinstance(root, list):
+            root = {str(number): item for number, item in enumerate(root)}
         root = root.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
     return root
 
