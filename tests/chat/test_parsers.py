@@ -325,6 +325,18 @@ def test_only_a_number_in_json_is_one_where_text_is_allowed(text: str, value: ob
     assert choose_parser("qwen3_coder").parse(call, tools=[tool]).calls[0].arguments == {"code": value}
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [{"$ref": "#/$defs/Text"}, {"allOf": [{"$ref": "#/$defs/Text"}]}, {"anyOf": [{"type": "string"}, NUMBER]}],
+)
+def test_null_is_read_where_a_reference_or_union_is_nullable(schema: dict[str, Any]):
+    """OpenAPI 3.0 writes `nullable` beside it."""
+    parameters = {"properties": {"code": schema | {"nullable": True}}, "$defs": {"Text": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    call = "<tool_call>\n<function=f>\n<parameter=code>\nnull\n</parameter>\n</function>\n</tool_call>"
+    assert choose_parser("qwen3_coder").parse(call, tools=[tool]).calls[0].arguments == {"code": None}
+
+
 def test_files_of_the_parsers_never_evaluate():
     folder = Path(__file__).parents[2] / "agentrl" / "chat" / "parsers"
     for file in folder.glob("*.py"):

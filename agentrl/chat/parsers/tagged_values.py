@@ -80,16 +80,17 @@ def types_in(schema: object, root: Mapping[str, object]) -> set[str]:
         root: the schema that references (`#/$defs/Color`) start from.
     """
     types: set[str] = set()
+    nullable = False
     for option in options(schema, root):
         kind = option.get("type")
         if isinstance(values := option.get("enum"), list):
-            own = {_json_type(value) for value in values}
+            types |= {_json_type(value) for value in values}
         elif "const" in option:
-            own = {_json_type(option["const"])}
+            types.add(_json_type(option["const"]))
         else:
-            own = {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
-        types |= own | {"null"} if own and option.get("nullable") is True else own
-    return types
+            types |= {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
+        nullable |= option.get("nullable") is True  # also beside a reference or branches, which have the types
+    return types | {"null"} if types and nullable else types
 
 
 def options(schema: object, root: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
