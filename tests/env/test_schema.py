@@ -344,6 +344,41 @@ async def test_the_types_of_a_generic_base_are_those_of_the_class():
         await Texts().reset(Task("t", {"first": ["b", "a"]}))
 
 
+class Parcels(Stack["Parcel"]):
+    pass
+
+
+class Parcel(TypedDict):
+    n: int
+
+
+class Unknown(Stack["NoSuchType"]):  # type: ignore[name-defined]
+    pass
+
+
+def test_a_type_of_a_generic_base_may_be_written_as_text():
+    function: Any = Parcels().tools[0]["function"]
+    assert function["parameters"]["properties"]["items"]["items"]["properties"] == {"n": {"type": "integer"}}
+    with pytest.raises(ConfigError, match="'NoSuchType' is not defined; import the name at module level"):
+        Unknown.spec()
+
+
+Ts = typing.TypeVarTuple("Ts")
+
+
+class Rows(ToolEnv, Generic[*Ts]):
+    @tool
+    def add(self, row: tuple[*Ts]) -> str: ...
+
+
+class People(Rows[str, int]): ...
+
+
+def test_a_variable_for_several_types_is_refused():
+    with pytest.raises(ConfigError, match=r"People\.add: type hint without a JSON schema"):
+        People.spec()
+
+
 class Picky(ToolEnv):
     def setup(self) -> str:
         self.seen: list[object] = []

@@ -10,9 +10,11 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from types import SimpleNamespace
+from typing import Any, TypeVar, TypeVarTuple, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -24,7 +26,6 @@ from typing_extensions import TypedDict
 from agentrl.env.toolenv.typed_dicts import readable
 from agentrl.errors import ConfigError, InfraError
 
-NO_TYPES: Mapping[TypeVar, object] = {}
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_-]{0,63}")
 _OF_ARGUMENTS = ("Args", "Arguments", "Parameters", "Keyword Args", "Keyword Arguments")
 _SECTION = re.compile(rf"({'|'.join(_OF_ARGUMENTS)}|Returns|Raises|Yields|Examples?):\s*")
@@ -98,11 +99,11 @@ class Signature:
 
 
 def describe_callable(
-    function: Callable[..., object], *, where: str, method: bool, types: Mapping[TypeVar, object] = NO_TYPES
+    function: Callable[..., object], *, where: str, method: bool, owners: Sequence[type] = ()
 ) -> Signature:
     """Read the parameters of `function`; with `method` the first one (self) is left out.
 
-    `types` are put for the type variables of a generic class; see `type_arguments`.
+    `owners` are the classes that a method is inherited through; see `resolved_hints`.
 
     Raises:
         ConfigError: a parameter has no type hint, or its type has no JSON schema, or the function is an async
@@ -111,7 +112,7 @@ def describe_callable(
     if inspect.isasyncgenfunction(function):
         raise ConfigError(f"{where}: an async generator cannot be a tool; return a list of what it yields")
     parameters = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
-    hints = resolved_hints(function, where, types)
+    hints = resolved_hints(function, where, owners)
     description, texts = _read_docstring(function, [p.name for p in parameters])
     fields: dict[str, object] = {}
     defaults: dict[str, object] = {}
@@ -147,10 +148,20 @@ def describe_callable(
     return Signature(schema, description, adapter, names, tuple(n for n in names if n not in defaults))
 
 
-def resolved_hints(function: Any, where: str, types: Mapping[TypeVar, object]) -> dict[str, Any]:
-    """The type hints of a function. Raises ConfigError if one cannot be resolved."""
+def resolved_hints(function: Any, where: str, owners: Sequence[type]) -> dict[str, Any]:
+    """The type hints of a function, with the types that subclasses put for type variables.
+
+    Of `class Numbers(Stack[int])` and a method of `Stack[T]`, `int` for `T`.
+
+    Args:
+        owners: the classes that a method is inherited through, of which the last one defines it.
+
+    Raises:
+        ConfigError: one cannot be resolved.
+    """
     try:
         hints = get_type_hints(function, include_extras=True)
+        types = _type_arguments(owners)
         return {name: _with_types(hint, types) for name, hint in hints.items()}
     except NameError as e:
         raise ConfigError(f"{where}: type hint cannot be resolved: {e}; import the name at module level") from e
@@ -159,20 +170,26 @@ def resolved_hints(function: Any, where: str, types: Mapping[TypeVar, object]) -
         raise ConfigError(f"{where}: type hint cannot be resolved: {type(e).__name__}: {first}") from e
 
 
-def type_arguments(cls: type, attribute: str) -> Mapping[TypeVar, object]:
-    """What `cls` puts for the type variables of the generic base that defines a method.
+def owners_of(cls: type, attribute: str) -> Sequence[type]:
+    """The class and its bases up to the one that defines an attribute."""
+    at = next((i for i, base in enumerate(cls.__mro__) if attribute in vars(base)), -1)
+    return cls.__mro__[: at + 1]
 
-    Of `class Numbers(Stack[int])` and a method of `Stack[T]`, {T: int}.
-    """
-    found: dict[type, dict[TypeVar, object]] = {}
-    for base in cls.__mro__:
-        if attribute in vars(base):
-            return found.get(base, {})
+
+def _type_arguments(owners: Sequence[type]) -> Mapping[TypeVar, object]:
+    """What the other classes put for the type variables of the last one."""
+    names = getattr(owners[-1], "__parameters__", ()) if owners else ()
+    if any(isinstance(name, TypeVarTuple) for name in names):
+        return {}  # one name for several types
+    for number, base in enumerate(owners):
         for generic in vars(base).get("__orig_bases__", ()):
-            origin: Any = get_origin(generic)
-            names = getattr(origin, "__parameters__", ())
-            given = [_with_types(hint, found.get(base, {})) for hint in get_args(generic)]
-            found.setdefault(origin, dict(zip(names, given, strict=False)))
+            if names and get_origin(generic) is owners[-1]:
+                # Types may be written as text: Stack["Order"].
+                hint = SimpleNamespace(__annotations__={"base": generic})
+                here = getattr(sys.modules.get(base.__module__), "__dict__", {})
+                given = get_args(get_type_hints(hint, here, include_extras=True)["base"])
+                types = _type_arguments(owners[: number + 1])
+                return dict(zip(names, (_with_types(part, types) for part in given), strict=False))
     return {}
 
 

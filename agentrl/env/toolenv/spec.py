@@ -23,10 +23,10 @@ from agentrl.env.toolenv.json_schema import (
     describe_callable,
     describe_errors,
     function_schema,
+    owners_of,
     read_lazily,
     resolved_hints,
     shorten,
-    type_arguments,
 )
 from agentrl.env.toolenv.typed_dicts import readable
 from agentrl.errors import ConfigError
@@ -375,8 +375,7 @@ def tool_spec(cls: type, attribute: str, function: Callable[..., object], mark: 
     check_timeout(mark.timeout_s, where)
     if mark.inline and inspect.iscoroutinefunction(function):
         raise ConfigError(f"{where}: inline=True is for plain functions; an async one never leaves the loop")
-    types = type_arguments(cls, attribute)
-    signature = describe_callable(function, where=where, method=True, types=types)
+    signature = describe_callable(function, where=where, method=True, owners=owners_of(cls, attribute))
     return ToolSpec(name, attribute, function_schema(name, signature), signature, mark)
 
 
@@ -424,7 +423,7 @@ def _setup_spec(cls: type) -> SetupSpec:
     if bad := [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY)]:
         raise ConfigError(f"{where}: parameter {bad[0]} cannot take a column of a data row; name each argument")
     named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
-    hints = resolved_hints(function, where, type_arguments(cls, "setup"))
+    hints = resolved_hints(function, where, owners_of(cls, "setup"))
     adapters: dict[str, TypeAdapter[dict[str, object]]] = {}
     make: Any = TypedDict
     for parameter in named:
