@@ -658,20 +658,29 @@ def test_a_tool_or_reward_that_is_no_plain_method_is_not_left_out_silently(kind,
             toolbox_tools(box())
 
 
+def _two(self) -> int:
+    return 2
+
+
 @pytest.mark.parametrize(("decorate", "what"), [(tool, "tool"), (reward(weight=2), "reward")])
-def test_a_method_that_replaces_a_tool_or_reward_is_one_or_says_so(decorate, what):
+@pytest.mark.parametrize(
+    "made",
+    [_two, staticmethod(_two), classmethod(_two), property(_two), functools.partialmethod(_two), 2],
+    ids=lambda made: type(made).__name__,
+)
+def test_a_method_that_replaces_a_tool_or_reward_is_one_or_says_so(made, decorate, what):
     def go(self) -> int:
         return 1
 
-    for made in (ToolEnv, object):
-        base = type("Base", (made,), {"go": decorate(go), "other": tool(lambda self: 2)})
-        odd = type("Odd", (base,), {"go": lambda self: 3})
+    for root in (ToolEnv, object):
+        base = type("Base", (root,), {"go": decorate(go), "other": tool(lambda self: 2)})
+        odd = type("Odd", (base,), {"go": made, "__module__": __name__})
         with pytest.raises(
             ConfigError,
-            match=rf"test_toolenv\.py:\d+: Odd\.go: replaces the {what} Base\.go without `@{what}`; write that "
-            rf"above it, or `go = None`",
+            match=rf"test_toolenv(\.py:\d+: |\.)Odd\.go: replaces the {what} Base\.go without `@{what}`; write "
+            rf"that above a plain method, or `go = None`",
         ):
-            odd.spec() if made is ToolEnv else toolbox_tools(odd())
+            odd.spec() if root is ToolEnv else toolbox_tools(odd())
     base = type("Base", (ToolEnv,), {"go": decorate(go)})
     less = type("Less", (base,), {"go": None})
     assert (less.spec().tools, less.spec().rewards) == ((), ())
@@ -689,10 +698,6 @@ def test_a_method_that_replaces_a_tool_or_reward_is_one_or_says_so(decorate, wha
 def test_an_option_without_its_name_is_refused(decorate, said):
     with pytest.raises(TypeError, match=said):
         decorate()
-
-
-def _two(self) -> int:
-    return 2
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,7 @@ def place_of(function: Any, cls: type, attribute: str) -> str:
 
 def check_methods(cls: type) -> None:
     """Raises ConfigError if a tool or reward of the class is not a plain method and therefore not callable, or if
-    a method without a decorator replaces one."""
+    anything but a method with a decorator, or None, replaces one."""
     for base in cls.__mro__:
         for name, value in vars(base).items():
             if not isinstance(value, staticmethod | classmethod | property):
@@ -271,13 +271,14 @@ def check_methods(cls: type) -> None:
                     )
 
     for name in dict.fromkeys(name for base in cls.__mro__ for name in vars(base)):
-        chain = [base for base in cls.__mro__ if name in vars(base)][:2]
-        method, *replaced = (vars(base)[name] for base in chain)
+        owner, *bases = (base for base in cls.__mro__ if name in vars(base))
+        new, old = vars(owner)[name], vars(bases[0])[name] if bases else None
         for kind, mark in (("tool", TOOL_MARK), ("reward", REWARD_MARK)):
-            if replaced and inspect.isfunction(method) and hasattr(replaced[0], mark) and not _is_marked(method):
+            if new is not None and hasattr(old, mark) and not _is_marked(new):
+                method = getattr(new, "__func__", new)
                 raise ConfigError(
-                    f"{place_of(method, chain[0], name)}: replaces the {kind} {chain[1].__qualname__}.{name} "
-                    f"without `@{kind}`; write that above it, or `{name} = None` to remove the {kind}"
+                    f"{place_of(method, owner, name)}: replaces the {kind} {bases[0].__qualname__}.{name} without "
+                    f"`@{kind}`; write that above a plain method, or `{name} = None` to remove the {kind}"
                 )
 
 
