@@ -226,6 +226,26 @@ def test_text_after_the_arguments_describes_the_tool_and_no_argument():
     assert signature.description == "Find a word.\n\nWords of one letter are not found."
 
 
+def test_sections_need_not_be_indented():
+    def find(word: str, limit: int) -> str:
+        """Find a word.
+
+        Args:
+        word: what to find,
+        in any case
+        limit: how many
+
+        Raises:
+        ValueError: there is no text
+        """
+        return f"{word} {limit}"
+
+    signature = describe_callable(find, where="find", method=False)
+    properties: Any = signature.schema["properties"]
+    assert [part["description"] for part in properties.values()] == ["what to find, in any case", "how many"]
+    assert signature.description == "Find a word."
+
+
 @dataclass
 class Bill:
     count: int

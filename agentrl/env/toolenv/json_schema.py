@@ -351,20 +351,21 @@ def _read_docstring(function: Callable[..., object], names: Sequence[str]) -> tu
     """The text outside of sections, and the entries of `Args:` (Google style)."""
     prose: list[str] = []
     texts: dict[str, str] = {}
-    section, current, entries_at = "", None, 0
+    section, current, level, after_blank = "", None, 0, False
     for line in (inspect.getdoc(function) or "").splitlines():
         indent = len(line) - len(line.lstrip())
         entry = _PARAMETER.fullmatch(line.strip())
         if match := _SECTION.fullmatch(line):
-            section, current = match[1], None
+            section, current, level, after_blank = match[1], None, 0, False
             continue
-        if line.strip() and not indent and not (entry and entry[1] in names):
+        if line.strip() and not indent and (level or after_blank) and not (entry and entry[1] in names):
             section = ""  # text after the sections
+        after_blank = not line.strip()
         if not section:
             prose.append(line)
-        elif section in _OF_ARGUMENTS and line.strip():
-            entries_at = entries_at if current else indent
-            if entry and indent <= entries_at:
+        elif not after_blank:
+            level = level if current else indent
+            if section in _OF_ARGUMENTS and entry and indent <= level:
                 current = entry[1].lstrip("*")
                 texts[current] = entry[2]
             elif current:
