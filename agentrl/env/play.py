@@ -132,11 +132,12 @@ def _value(
         items = [inner(schema.get("items", {})) for _ in range(rng.randint(low, high))]
         if not schema.get("uniqueItems"):
             return items
-        for _ in range(_TRIES):
+        for number in range(_TRIES):
             items = list({repr(item): item for item in items}.values())
             if len(items) >= low:
                 break
-            items.append(inner(schema.get("items", {})))
+            others = [f"{number}{word}" for word in words]
+            items.append(_value(schema.get("items", {}), definitions, rng, others, depth + 1))
         return items
     return _scalar(kind, schema, rng, words)
 

@@ -236,6 +236,7 @@ class Collects(Sound):
         self,
         pair: Annotated[set[Literal["a", "b"]], Field(min_length=2)],
         named: Annotated[dict[str, int], Field(min_length=2)],
+        texts: Annotated[set[str], Field(min_length=3)],
         id: UUID4,
         data: Json[list[int]],
     ) -> str:
@@ -249,6 +250,7 @@ async def test_arguments_that_differ_from_each_other_are_drawn_and_special_texts
         drawn = random_arguments(parameters, random.Random(seed))
         assert sorted(drawn["pair"]) == ["a", "b"]
         assert len(drawn["named"]) == 2
+        assert len(set(drawn["texts"])) == 3
 
 
 def test_the_random_policy_depends_on_its_seed_only():
