@@ -692,6 +692,7 @@ def test_a_method_that_replaces_a_tool_or_reward_is_one_or_says_so(made, decorat
     [
         (lambda: reward(0.5), r"@reward\(0\.5\): options have names; write @reward\(weight=0\.5\)"),
         (lambda: reward("right"), r"write @reward\(name='right'\)"),
+        (lambda: reward("group"), r"write @reward\(per='group'\)"),
         (lambda: tool("look"), r"write @tool\(name='look'\)"),
     ],
 )

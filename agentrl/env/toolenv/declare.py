@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, overload
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, overload
 
 from pydantic_core import PydanticSerializationError, SchemaSerializer
 from pydantic_core.core_schema import any_schema, plain_serializer_function_ser_schema
@@ -169,7 +169,10 @@ def reward(
 
 def _check_use(what: str, function: object, name: object) -> None:
     if function is not None and not callable(function) and not hasattr(function, "__get__"):
-        option = "name" if isinstance(function, str) else "weight" if what == "reward" else "timeout_s"
+        if isinstance(function, str):
+            option = "per" if what == "reward" and function in get_args(Per) else "name"
+        else:
+            option = "weight" if what == "reward" else "timeout_s"
         raise TypeError(f"@{what}({function!r}): options have names; write @{what}({option}={function!r})")
     if name is not None and not (isinstance(name, str) and name):
         raise TypeError(f"@{what}(name={name!r}): the name must be text")
