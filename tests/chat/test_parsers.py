@@ -337,6 +337,14 @@ def test_null_is_read_where_a_reference_or_union_is_nullable(schema: dict[str, A
     assert choose_parser("qwen3_coder").parse(call, tools=[tool]).calls[0].arguments == {"code": None}
 
 
+@pytest.mark.parametrize("kind", [[{"type": "string"}], [["string"]], {"type": "string"}, 5, [None, "string"]])
+def test_a_type_that_is_no_name_is_passed_over(kind: object):
+    """MCP servers and clients send schemas; a wrong one is no reason to fail."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"code": {"type": kind}}}}}
+    call = "<tool_call>\n<function=f>\n<parameter=code>\na b\n</parameter>\n</function>\n</tool_call>"
+    assert choose_parser("qwen3_coder").parse(call, tools=[tool]).calls[0].arguments == {"code": "a b"}
+
+
 def test_files_of_the_parsers_never_evaluate():
     folder = Path(__file__).parents[2] / "agentrl" / "chat" / "parsers"
     for file in folder.glob("*.py"):

@@ -88,7 +88,7 @@ def types_in(schema: object, root: Mapping[str, object]) -> set[str]:
         elif "const" in option:
             types.add(_json_type(option["const"]))
         else:
-            types |= {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
+            types |= {one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)}
         nullable |= option.get("nullable") is True  # also beside a reference or branches, which have the types
     return types | {"null"} if types and nullable else types
 
