@@ -7,7 +7,7 @@ folder stays intact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -28,11 +28,12 @@ KEYS = {"learner": "learner.ranks", "reference": "learner.reference_ranks", "cri
 """The setting that says how many ranks a model has."""
 
 
-def join_cluster(config: RunConfig) -> Callable[[], None]:
+def join_cluster(config: RunConfig, stack: ExitStack) -> None:
     """Connect to the cluster of a run that uses Ray, and see whether its ranks fit there.
 
-    Returns:
-        A function that leaves the cluster.
+    Args:
+        config: the run.
+        stack: leaves the cluster, unless this process was connected before.
 
     Raises:
         ConfigError: Ray is not installed, no cluster is at the address, or it has too little room.
@@ -47,12 +48,10 @@ def join_cluster(config: RunConfig) -> Callable[[], None]:
     server = config.engine.server
     cpus = sum(sizes.values()) + (server.replicas if server.launch == "ray" else 0)
     ray = import_ray("ray")
-    with ExitStack() as stack:
-        if connect(ray, config.ray, cpus=cpus):
-            stack.callback(ray.shutdown)
-        if sizes:
-            _has_room(ray, config.learner.device, sizes)
-        return stack.pop_all().close
+    if connect(ray, config.ray, cpus=cpus):
+        stack.callback(ray.shutdown)
+    if sizes:
+        _has_room(ray, config.learner.device, sizes)
 
 
 def ray_learner(spec: LearnerSpec) -> Learner:

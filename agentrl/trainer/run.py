@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +83,9 @@ class _Setting:
     disk_thread: Executor
     examiner: Examiner
     loggers: LogFeed
+    cluster: contextlib.ExitStack
+    """Leaves the Ray cluster, outside of the event loop: a thread that still connects when the run is aborted has
+    ended by then."""
     accept_code: bool = False
 
     def stopping(self) -> bool:
@@ -115,9 +118,10 @@ def train_run(
         logging(config, store, reporter.note) as loggers,
         stop_requested(reporter.note, stop) as stop,
         Examiner(store.path, config.episodes_per_step) as examiner,
-        ThreadPoolExecutor(1, "agentrl-disk") as disk,  # ends first: it calls the examiner
+        ThreadPoolExecutor(1, "agentrl-disk") as disk,  # ends before the examiner, which it calls
+        contextlib.ExitStack() as cluster,
     ):
-        setting = _Setting(config, store, reporter, stop, disk, examiner, loggers, accept_code)
+        setting = _Setting(config, store, reporter, stop, disk, examiner, loggers, cluster, accept_code)
         try:
             summary = asyncio.run(_train_run(setting))
         except Exception as e:
@@ -139,28 +143,15 @@ async def _train_run(setting: _Setting) -> Summary:
     code = check_code(config, content, store, accept=setting.accept_code)
     for line in code.changed:
         reporter.note(f"changed since the newest checkpoint: {line}")
-    async with _on_cluster(config, reporter):
-        await _train(setting, content, code)
+    if config.uses_ray:  # what cannot run there shows before a cold start takes its time
+        reporter.within("connecting to Ray")
+        await asyncio.to_thread(join_cluster, config, setting.cluster)
+    await _train(setting, content, code)
     summary = summarize(store, config, time.monotonic() - started + earlier)
     store.write_summary(summary)
     # Behind what the steps have drawn in this thread, which may still be at work.
     await asyncio.get_running_loop().run_in_executor(setting.disk_thread, write_curve, store.path)
     return summary
-
-
-@contextlib.asynccontextmanager
-async def _on_cluster(config: RunConfig, reporter: Reporter) -> AsyncIterator[None]:
-    """Hold the connection to Ray, if the run uses it: what cannot run there shows before a cold start takes its
-    time."""
-    if not config.uses_ray:
-        yield
-        return
-    reporter.within("connecting to Ray")
-    leave = await asyncio.to_thread(join_cluster, config)
-    try:
-        yield
-    finally:
-        await asyncio.to_thread(leave)
 
 
 async def _train(setting: _Setting, content: Content, code: CheckedCode) -> None:

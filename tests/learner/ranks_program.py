@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -410,7 +410,8 @@ def bad_input(folder: Path, ranks: int) -> list[str]:
             said.append(f"{type(e).__name__}: {e}")
     run = {"env": "envs:Env", "model": {"path": "policy"}, "learner": {"device": "cpu", "reference_ranks": 5000}}
     try:
-        join_cluster(RunConfig.model_validate(run))
+        with ExitStack() as stack:
+            join_cluster(RunConfig.model_validate(run), stack)
     except ConfigError as e:
         said.append(f"{type(e).__name__}: {e}")
     return said

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +131,45 @@ def test_a_cluster_that_is_not_there_is_refused_before_the_cold_start(tmp_path: 
         train_run(far, store, Silent())
     assert "ray '127.0.0.1:1': no Ray cluster answers there" in str(caught.value)
     assert not (tmp_path / "run" / "start").exists()
+
+
+ABORTED = """
+import asyncio, sys, threading
+from pathlib import Path
+import ray
+from agentrl.reporting.report import Silent
+from agentrl.run_folder.store import RunStore
+from agentrl.trainer.run import train_run
+from agentrl.trainer.signals import StopRequest
+from tests.trainer.test_start import config
+
+stop, connect = StopRequest(), ray.init
+
+
+def aborted(**options):
+    stop.abort()
+    return connect(**options)
+
+
+ray.init = aborted
+settings = config("drop").model_copy(update={"learner": config("drop").learner.model_copy(update={"ranks": 2})})
+with RunStore.open(settings, Path(sys.argv[1])) as store:
+    try:
+        train_run(settings, store, Silent(), stop)
+    except asyncio.CancelledError:
+        print("aborted", ray.is_initialized())
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_aborted_while_it_connects_leaves_no_ray(tmp_path: Path):
+    pytest.importorskip("ray", reason="Ray is not installed (extra: ray)")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", ABORTED, tmp_path / "run"], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "aborted False"
 
 
 async def test_a_demonstration_that_is_larger_than_a_micro_batch_is_refused_before_the_learner_is_made(
