@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -21,6 +22,8 @@ RAY_ENVIRONMENT = {
     "RAY_worker_niceness": "0",
 }
 """Set before Ray is imported, unless the user has: no reports home, GPUs left visible, workers not at nice 15."""
+SIGACTION_BYTES = 1024
+"""More than a `struct sigaction` has anywhere."""
 STARTS = 4
 """Ray gives its own processes half a minute to come up, which a busy machine may not keep."""
 
@@ -70,6 +73,12 @@ def connect(ray: Any, address: str | None, *, cpus: int) -> bool:
                 if attempt == STARTS - 1:
                     raise WorkerLost(f"Ray did not start on this machine: {' '.join(str(e).split())[:400]}") from e
     return True
+
+
+def disconnect(ray: Any) -> None:
+    """Leave the cluster, and end it if it was started here. For whoever `connect` said has to."""
+    with _handlers_kept():
+        ray.shutdown()
 
 
 def node_lives(ray: Any) -> bool:
@@ -129,12 +138,17 @@ def _signals_kept() -> Iterator[None]:
 
 @contextmanager
 def _handlers_kept() -> Iterator[None]:
+    """In any thread, Ray's C++ part takes SIGTERM when it starts: it prints a stack, calls the earlier handler and
+    aborts the process three seconds later. When it ends, SIGTERM kills."""
     if threading.current_thread() is not threading.main_thread():
         logger = logging.getLogger("ray._private.worker")
         logger.addFilter(_not_about_sigterm)
+        sigaction, kept = ctypes.CDLL(None).sigaction, ctypes.create_string_buffer(SIGACTION_BYTES)
+        sigaction(signal.SIGTERM, None, kept)
         try:
             yield
         finally:
+            sigaction(signal.SIGTERM, kept, None)  # which `signal.signal` does in the main thread only
             logger.removeFilter(_not_about_sigterm)
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -63,3 +64,42 @@ def test_a_cluster_that_asks_for_a_token_is_not_said_to_be_missing(tmp_path: Pat
         "ray 'auto': Failed to connect to Ray cluster at 10.0.0.1:6379. If it asks"
     )
     assert "needs that file and RAY_AUTH_MODE=token in its environment" in str(caught.value)
+
+
+SIGNALED = """
+import os, signal, sys, threading
+from agentrl.ray_cluster import connect, disconnect, import_ray
+
+received = []
+signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+ray = import_ray("ray")
+
+
+def call(function, *arguments, **options):
+    if sys.argv[1] == "main":
+        function(*arguments, **options)
+    else:
+        thread = threading.Thread(target=function, args=arguments, kwargs=options)
+        thread.start()
+        thread.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+call(connect, ray, None, cpus=1)
+call(disconnect, ray)
+print(len(received))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("thread", ["main", "other"])
+def test_ray_does_not_take_sigterm_from_the_run(thread: str):
+    """Where Ray handles it, the process is aborted three seconds later; once Ray has ended, at once."""
+    pytest.importorskip("ray", reason="Ray is not installed (extra: ray)")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALED, thread], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "2"
+    assert "SIGTERM received" not in done.stderr

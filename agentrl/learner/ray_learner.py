@@ -22,7 +22,7 @@ from agentrl.learner.rank_pool import MakeRank, RankPool
 from agentrl.learner.reference import Reference
 from agentrl.learner.shard import check_offload
 from agentrl.learner.teacher_server import asked_teacher
-from agentrl.ray_cluster import connect, import_ray
+from agentrl.ray_cluster import connect, disconnect, import_ray
 
 KEYS = {"learner": "learner.ranks", "reference": "learner.reference_ranks", "critic": "critic.ranks"}
 """The setting that says how many ranks a model has."""
@@ -49,7 +49,7 @@ def join_cluster(config: RunConfig, stack: ExitStack) -> None:
     cpus = sum(sizes.values()) + (server.replicas if server.launch == "ray" else 0)
     ray = import_ray("ray")
     if connect(ray, config.ray, cpus=cpus):
-        stack.callback(ray.shutdown)
+        stack.callback(disconnect, ray)
     if sizes:
         _has_room(ray, config.learner.device, sizes)
 
@@ -70,7 +70,7 @@ def ray_learner(spec: LearnerSpec) -> Learner:
     ray = import_ray(_all_of([f"{KEYS[name]}: {n}" for name, n in sizes.items()]))
     with ExitStack() as stack:
         if connect(ray, spec.ray, cpus=sum(sizes.values())):
-            stack.callback(ray.shutdown)
+            stack.callback(disconnect, ray)
         gpus = _has_room(ray, config.device, sizes)
         shape = config.model_copy(update={"device": "cuda" if gpus else "cpu"})
         check_offload(shape, shape.device)

@@ -23,7 +23,7 @@ from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
 from agentrl.env.env import Env
 from agentrl.errors import AgentRLError, ConfigError, InfraError, WorkerLost
-from agentrl.ray_cluster import connect, import_ray, node_lives
+from agentrl.ray_cluster import connect, disconnect, import_ray, node_lives
 from agentrl.rollout.episode import Player
 from agentrl.rollout.group import Plays
 from agentrl.rollout.lifecycle import EpisodeStatus, during_outage
@@ -111,7 +111,7 @@ class Workers:
         if self._ray is not None:
             await self._tasks.__aexit__(None, None, None)
             if self._started:
-                self._ray.shutdown()
+                disconnect(self._ray)
             self._ray, self._started = None, False
 
     def player(self, player: Player) -> RemotePlayer:

@@ -10,7 +10,7 @@ from typing import Any
 from agentrl.config.reward_model import RewardModelConfig
 from agentrl.errors import ConfigError, InfraError, WorkerLost
 from agentrl.garbage import collect_rarely
-from agentrl.ray_cluster import connect, import_ray
+from agentrl.ray_cluster import connect, disconnect, import_ray
 from agentrl.rollout.rewards.classifier import Classifier
 from agentrl.types import Episode
 
@@ -112,7 +112,7 @@ class ScoringWorkers:
         for worker in workers:
             self.ray.kill(worker.actor)
         if self.started:
-            self.ray.shutdown()
+            disconnect(self.ray)
             self.started = False
 
 

@@ -13,7 +13,7 @@ from agentrl.engine.servers.launch.hosts import ASK_EVERY_S, Connect, Recipe
 from agentrl.engine.servers.launch.launcher import ServerProcess
 from agentrl.errors import EngineError
 from agentrl.ports import reserved_port
-from agentrl.ray_cluster import connect, import_ray
+from agentrl.ray_cluster import connect, disconnect, import_ray
 from agentrl.scratch import ScratchFolder
 
 KEY = "engine.server.launch: ray"
@@ -40,7 +40,7 @@ class RayCluster:
     def close(self) -> None:
         """Leave the cluster unless this process had joined it before; idempotent."""
         if self.ray is not None and self._ours:
-            self.ray.shutdown()
+            disconnect(self.ray)
         self.ray, self._ours = None, False
 
 
