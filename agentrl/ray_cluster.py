@@ -39,7 +39,9 @@ def import_ray(key: str) -> Any:
 
 
 def connect(ray: Any, address: str | None, *, cpus: int) -> bool:
-    """Connect to Ray unless this process is already; True where the caller has to shut it down.
+    """Connect to Ray unless this process is already; True where the caller has to disconnect it.
+
+    On Linux, the processes of a Ray that is started here are killed when the calling thread ends.
 
     Args:
         ray: the module.

@@ -67,21 +67,20 @@ def test_a_cluster_that_asks_for_a_token_is_not_said_to_be_missing(tmp_path: Pat
 
 
 SIGNALED = """
-import os, signal, sys, threading
+import os, signal, sys
+from concurrent.futures import ThreadPoolExecutor
 from agentrl.ray_cluster import connect, disconnect, import_ray
 
 received = []
 signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-ray = import_ray("ray")
+ray, other = import_ray("ray"), ThreadPoolExecutor(1)
 
 
 def call(function, *arguments, **options):
     if sys.argv[1] == "main":
         function(*arguments, **options)
     else:
-        thread = threading.Thread(target=function, args=arguments, kwargs=options)
-        thread.start()
-        thread.join()
+        other.submit(function, *arguments, **options).result()
     os.kill(os.getpid(), signal.SIGTERM)
 
 

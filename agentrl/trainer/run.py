@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,9 +83,8 @@ class _Setting:
     disk_thread: Executor
     examiner: Examiner
     loggers: LogFeed
-    cluster: contextlib.ExitStack
-    """Leaves the Ray cluster, outside of the event loop: a thread that still connects when the run is aborted has
-    ended by then."""
+    join: Callable[[RunConfig], Future[None]]
+    """Connects to the Ray cluster."""
     accept_code: bool = False
 
     def stopping(self) -> bool:
@@ -119,9 +118,9 @@ def train_run(
         stop_requested(reporter.note, stop) as stop,
         Examiner(store.path, config.episodes_per_step) as examiner,
         ThreadPoolExecutor(1, "agentrl-disk") as disk,  # ends before the examiner, which it calls
-        contextlib.ExitStack() as cluster,
+        _cluster_thread() as join,
     ):
-        setting = _Setting(config, store, reporter, stop, disk, examiner, loggers, cluster, accept_code)
+        setting = _Setting(config, store, reporter, stop, disk, examiner, loggers, join, accept_code)
         try:
             summary = asyncio.run(_train_run(setting))
         except Exception as e:
@@ -130,6 +129,21 @@ def train_run(
             raise
         loggers.finish(dataclasses.asdict(summary))
         return summary
+
+
+@contextlib.contextmanager
+def _cluster_thread() -> Iterator[Callable[[RunConfig], Future[None]]]:
+    """Yields what joins a run to its Ray cluster; the cluster is left in the end, in the same thread.
+
+    Linux kills the processes of a Ray that was started here when the thread that started them ends. A run that is
+    aborted may still be connecting, which leaving then waits for.
+    """
+    with ThreadPoolExecutor(1, "agentrl-ray") as thread:
+        stack = contextlib.ExitStack()
+        try:
+            yield lambda config: thread.submit(join_cluster, config, stack)
+        finally:
+            thread.submit(stack.close).result()
 
 
 async def _train_run(setting: _Setting) -> Summary:
@@ -145,7 +159,7 @@ async def _train_run(setting: _Setting) -> Summary:
         reporter.note(f"changed since the newest checkpoint: {line}")
     if config.uses_ray:  # what cannot run there shows before a cold start takes its time
         reporter.within("connecting to Ray")
-        await asyncio.to_thread(join_cluster, config, setting.cluster)
+        await asyncio.wrap_future(setting.join(config))
     await _train(setting, content, code)
     summary = summarize(store, config, time.monotonic() - started + earlier)
     store.write_summary(summary)
