@@ -14,6 +14,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from agentrl.syntax import parse_expression
+
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _PARAMETER = re.compile(r"(#?)([A-Za-z_]\w*|[0-9@*#?$!-])(\[[^\]]*\])?(.*)", re.DOTALL)
 _OPERATORS: dict[type[ast.AST], Callable[..., int]] = {
@@ -291,7 +293,7 @@ def arithmetic(text: str, variables: Variables) -> int | None:
         lambda m: _number(m[0], variables), expand_one(re.sub(r"\$\{?(\w+)\}?", r"\1", text), variables)
     )
     try:
-        return _evaluate(ast.parse(numbers.strip(), mode="eval").body)
+        return _evaluate(parse_expression(numbers.strip()))
     except (SyntaxError, ValueError, ZeroDivisionError, OverflowError):
         return None
 

@@ -330,7 +330,7 @@ def test_only_a_number_in_json_is_one_where_text_is_allowed(text: str, value: ob
     [{"$ref": "#/$defs/Text"}, {"allOf": [{"$ref": "#/$defs/Text"}]}, {"anyOf": [{"type": "string"}, NUMBER]}],
 )
 def test_null_is_read_where_a_reference_or_union_is_nullable(schema: dict[str, Any]):
-    """OpenAPI 3.0 writes `nullable` beside it."""
+    """In OpenAPI 3.0, `nullable` is a key next to the type or the reference."""
     parameters = {"properties": {"code": schema | {"nullable": True}}, "$defs": {"Text": {"type": "string"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     call = "<tool_call>\n<function=f>\n<parameter=code>\nnull\n</parameter>\n</function>\n</tool_call>"

@@ -89,7 +89,7 @@ def types_in(schema: object, root: Mapping[str, object]) -> set[str]:
             types.add(_json_type(option["const"]))
         else:
             types |= {one for one in (kind if isinstance(kind, list) else [kind]) if isinstance(one, str)}
-        nullable |= option.get("nullable") is True  # also beside a reference or branches, which have the types
+        nullable |= option.get("nullable") is True  # also next to a $ref or anyOf, where the types are elsewhere
     return types | {"null"} if types and nullable else types
 
 
