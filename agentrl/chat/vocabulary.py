@@ -1,21 +1,22 @@
 """A tokenizer that never interprets text as control tokens: message boundaries and message text stay separate.
 
 A control token is an added token that structures a conversation: every special token, and added tokens that the
-chat template writes itself (`<tool_call>`, `<think>`) or that look like one (`<|...|>`). The template may write
-them; text from users, tools, files or the policy may not. Text therefore passes through the template with each
-control token in it replaced by a private-use character (`shield`), so that neither the template nor the tokenizer
-can act on it, and is restored as plain text when the rendered string is encoded.
+chat template writes itself (`<tool_call>`, `'<' + role + '>'`) or that look like one (`<|...|>`). The template may
+write them; text from users, tools, files or the policy may not. Text therefore passes through the template with
+each control token in it replaced by a private-use character (`shield`), so that neither the template nor the
+tokenizer can act on it, and is restored as plain text when the rendered string is encoded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.chat.jinja import variables_of
+from agentrl.chat.jinja import compile_template, variables_of
 from agentrl.chat.memo import Memo
 from agentrl.errors import ConfigError, TemplateError
 
@@ -42,7 +43,7 @@ class Vocabulary:
     Attributes:
         control: id of each control token, by its text.
         special_tokens: bos_token, eos_token, ... as chat templates expect them.
-        size: number of ids, including added tokens.
+        size: one more than the highest id; there may be gaps between ids.
     """
 
     def __init__(
@@ -50,17 +51,21 @@ class Vocabulary:
     ) -> None:
         added: list[dict[str, Any]] = list(spec["added_tokens"])
         self.special_tokens = dict(special_tokens)
+        written = _written_by(template, special_tokens)
         self.control: dict[str, int] = {
             token["content"]: token["id"]
             for token in added
-            if token["special"] or _structures(token["content"], template)
+            if token["special"] or _structures(token["content"], written)
         }
         if len(self.control) > 0xFF00:
             raise ConfigError(f"{where}: {len(self.control)} control tokens; at most 65280 are supported")
         self._token_of_id = {id: token for token, id in self.control.items()}
         self._full = _tokenizer(spec, where)
-        self.size: int = self._full.get_vocab_size()
+        _check_ids(added, self._full, where)
         self._added: dict[int, str] = {token["id"]: token["content"] for token in added}
+        model = _ids_of(spec["model"])
+        self.size: int = max((*model.values(), *self._added), default=-1) + 1
+        self._unknown = _unknown(spec["model"], model)
         self._byte_of = _byte_alphabet() if '"ByteLevel"' in json.dumps(spec.get("decoder")) else {}
         self._encoded: Memo[list[int]] = Memo()
         self._bare, self._remap = _without(self.control, spec, self._full, where)
@@ -69,6 +74,7 @@ class Vocabulary:
         self._shield_of = {token: chr(_FIRST + i) for i, token in enumerate(by_length)}
         self._token_of_shield = {shield: token for token, shield in self._shield_of.items()}
         tokens = "|".join(map(re.escape, by_length)) or "(?!)"
+        self._in_text = re.compile(f"({tokens})")
         self._to_shield = re.compile(f"{tokens}|[\U000f0000-\U000fffff]")
         flags = {token["content"]: token for token in added}
         spaced = [
@@ -114,9 +120,8 @@ class Vocabulary:
             ConfigError: it has not. Added tokens that the template does not write do not matter.
         """
         advice = f"the model has {size:,} (vocab_size in config.json): use the tokenizer that it was trained with"
-        plain = self._full.get_vocab_size(with_added_tokens=False)
-        if plain > size and self._beyond(size):
-            raise ConfigError(f"{where}: tokenizer.json has {plain:,} tokens, and {advice}")
+        if self.size > size and (beyond := self._beyond(size)):
+            raise ConfigError(f"{where}: tokenizer.json has ids up to {max(beyond):,}, and {advice}")
         read = variables_of(template)
         named = {token for name, token in self.special_tokens.items() if name in read}
         for token, id in self.control.items():
@@ -186,16 +191,22 @@ class Vocabulary:
     def _encode_text(self, text: str) -> list[int]:
         if not text:
             return []
-        ids: list[int] = _encoding(self._bare, text)
-        if self._remap:
-            ids = [self._remap.get(id, id) for id in ids]
-        if self._token_of_id.keys().isdisjoint(ids):
-            return ids
-        # The model's own merges produce a control token: split the text so that they cannot.
-        ids = [id for c in text for id in self._bare.encode(c, add_special_tokens=False).ids]
-        if not self._token_of_id.keys().isdisjoint(ids):
-            raise TemplateError(f"the tokenizer makes a control token out of the text {text[:80]!r}")
-        return ids
+        for parts in self._splits(text):
+            ids = [id for part in parts for id in self._bare_ids(part)]
+            if not (self._token_of_id.keys() & ids) - {self._unknown}:
+                return ids
+        raise TemplateError(f"the tokenizer makes a control token out of the text {text[:80]!r}")
+
+    def _splits(self, text: str) -> Iterator[Iterable[str]]:
+        """Yield the text in ever smaller parts: the model's own merges may produce a control token."""
+        yield [text]
+        pieces = self._in_text.split(text)
+        yield [part for n, piece in enumerate(pieces) for part in (piece if n % 2 else [piece])]
+        yield text
+
+    def _bare_ids(self, text: str) -> list[int]:
+        ids = _encoding(self._bare, text)
+        return [self._remap.get(id, id) for id in ids] if self._remap else ids
 
     def count(self, text: str) -> int:
         """The number of tokens of a plain text alone."""
@@ -276,8 +287,7 @@ def _add_special(spec: dict[str, Any], special: Mapping[str, str], template: str
     known = {token["content"] for token in spec["added_tokens"]}
     if known.issuperset(special.values()):
         return
-    vocabulary = spec["model"].get("vocab", {})
-    ids = vocabulary if isinstance(vocabulary, dict) else {entry[0]: id for id, entry in enumerate(vocabulary)}
+    ids = _ids_of(spec["model"])
     read = variables_of(template)
     for name, token in special.items():
         if token in known:
@@ -293,10 +303,54 @@ def _add_special(spec: dict[str, Any], special: Mapping[str, str], template: str
             )
 
 
-def _structures(token: str, template: str) -> bool:
+def _ids_of(model: Mapping[str, Any]) -> Mapping[str, int]:
+    """Return the id of each token of a model (BPE, Unigram, ...), without added tokens."""
+    vocabulary = model.get("vocab", {})
+    return vocabulary if isinstance(vocabulary, dict) else {entry[0]: id for id, entry in enumerate(vocabulary)}
+
+
+def _unknown(model: Mapping[str, Any], ids: Mapping[str, int]) -> int | None:
+    """Return the id that a model gives to text for which it has no token; None if it has one for any text."""
+    found = model.get("unk_id", ids.get(model.get("unk_token") or ""))
+    return found if isinstance(found, int) else None
+
+
+def _check_ids(added: Iterable[Mapping[str, Any]], tokenizer: Tokenizer, where: str) -> None:
+    """Check that `tokenizer` has given the added tokens their ids: it numbers those outside the vocabulary itself.
+
+    Raises:
+        ConfigError: it has not, so that their text would become the ids of other tokens.
+    """
+    for token in added:
+        id, given = token["id"], tokenizer.token_to_id(token["content"])
+        if given not in (id, None):
+            raise ConfigError(
+                f"{where}: the added token {token['content']!r} has the id {id:,} by its files, but `tokenizers` "
+                f"reads it as {given:,}; add it to model.vocab in tokenizer.json with the id that the model was "
+                "trained with"
+            )
+
+
+def _written_by(template: str, special_tokens: Mapping[str, str]) -> str:
+    """Return the source of a template, and what it writes around messages: it may join markers from parts."""
+    shown = [template]
+    for roles in (
+        ("system", "user", "assistant", "user"),
+        ("user", "assistant", "user"),
+        ("user", "assistant", "tool"),
+    ):
+        messages = [{"role": role, "content": ""} for role in roles]
+        with contextlib.suppress(Exception):  # it may refuse them, and its errors are reported when it is probed
+            shown.append(
+                compile_template(template)(messages=messages, add_generation_prompt=True, **special_tokens)
+            )
+    return "\n".join(shown)
+
+
+def _structures(token: str, written: str) -> bool:
     """Whether a non-special added token is a marker; runs of spaces or newlines are ordinary vocabulary."""
     return bool(_MARKER_SHAPE.fullmatch(token)) or (
-        token in template and not token.isalnum() and len(token.strip()) > 2
+        token in written and not token.isalnum() and len(token.strip()) > 2
     )
 
 
@@ -338,6 +392,8 @@ def _without(
     plain = {**spec, "added_tokens": kept, "post_processor": None}
     anchor = next(iter(control), "")
     probes = ["a", " a", "\n", "\na b", "1 + 2"]
+    if any(token["content"] == anchor and token["rstrip"] for token in spec["added_tokens"]):
+        probes = [probe.lstrip() for probe in probes]  # the token takes the white space after it
 
     def ids(tokenizer: Tokenizer, text: str) -> list[int]:
         found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
