@@ -57,6 +57,7 @@ def test_other_spellings_are_read():
         ([1], "must be a JSON object"),
         ('{"a":' * 100_000, "nested too deeply"),
         ('{"a": "\\ud83d"}', "surrogate"),
+        ('{"a": NaN}', "not finite"),
     ],
 )
 def test_arguments_that_cannot_be_read_are_named_by_position(arguments: Any, problem: str):

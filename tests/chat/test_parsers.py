@@ -119,6 +119,7 @@ ERRORS = [
     ("hermes", '<tool_call>[{"name": "f", "arguments": {}}]</tool_call>', "must be a JSON object, got a list"),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "NaN is not JSON"),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', "half of a surrogate pair"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [-1e999]}}</tool_call>', "a number is not finite"),
     ("hermes", '<tool_call>{"name": "f", "arg', "</tool_call> is missing: the call was cut off"),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 99 + "]" * 99 + "}}</tool_call>", "nested more"),
     ("hermes", "<think>\nI should <tool_call>{}</tool_call>", r"not closed; 1 tool call\(s\) inside it were not"),

@@ -8,6 +8,7 @@ wrote.
 from __future__ import annotations
 
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -169,7 +170,7 @@ class Json:
 
 
 def read_json(text: str) -> Json:
-    """Parse strict JSON: no NaN, no lone surrogates."""
+    """Parse strict JSON: no NaN, no lone surrogates, no numbers that become infinite."""
     try:
         value = json.loads(text, parse_constant=_no_constant)
         return Json(value, error=unsound(value))
@@ -207,7 +208,7 @@ def read_arguments(name: str, text: str, span: Span, *, id: str | None = None) -
 
 
 def unsound(value: Any) -> str:
-    """Return why a value cannot be used (nested too deeply, or with a lone surrogate), or ""."""
+    """Return why a value cannot be used (too deep, a lone surrogate, a number that is not finite), or ""."""
     level = [value]
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
@@ -219,6 +220,8 @@ def unsound(value: Any) -> str:
                 inner += item
             elif isinstance(item, str) and _SURROGATE.search(item):
                 return "a \\u escape is half of a surrogate pair"
+            elif isinstance(item, float) and not math.isfinite(item):
+                return "a number is not finite"
         if not inner:
             return ""
         level = inner
