@@ -78,8 +78,11 @@ class Detokenizer:
             return ""  # with byte fallback, an incomplete character temporarily hides the complete ones before it
         new = self._give(text, len(text) - held)
         if not held:
-            self._ids = self._ids[self._settled :]  # keep the newest ids: decoders look back one token
-            self._settled, self._given = len(self._ids), len(self._decode(self._ids))
+            newest = self._ids[self._settled :]
+            if count := len(self._decode(newest)):  # keep the newest ids with text: decoders look back one token
+                self._ids, self._settled, self._given = newest, len(newest), count
+            elif not new and (self._given or len(self._ids) > _MOST_CONTEXT):
+                self._ids.pop()  # an id that the tokenizer does not know: decoders look past it
         elif len(self._ids) > _MOST_CONTEXT:
             self._forget(text)
         return new

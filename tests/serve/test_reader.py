@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers.decoders import ByteFallback, Fuse
+from tokenizers.decoders import ByteFallback, Fuse, Metaspace
 from tokenizers.decoders import Sequence as Decoders
 
 from agentrl.chat.template import Renderer
@@ -62,6 +62,19 @@ def test_a_decoder_that_writes_a_mark_for_each_byte_streams_whole_characters(tex
         return FALLBACK.decode([f"<0x{id:02X}>" for id in ids])
 
     assert streamed(decode, list(text.encode())) == text
+
+
+@settings(deadline=None)
+@given(ids=st.lists(st.integers(0, 5), max_size=12))
+@example(ids=[0, 5, 1])
+def test_ids_without_text_change_nothing_around_them(ids: list[int]):
+    """Models pad their vocabulary; a decoder drops the space of the first word only."""
+    pieces = ["▁a", "▁b", "▁", "c", "d▁"]
+
+    def decode(ids: Iterable[int]) -> str:
+        return Metaspace().decode([pieces[id] for id in ids if id < len(pieces)])
+
+    assert streamed(decode, ids) == decode(ids)
 
 
 def test_what_makes_no_character_is_given_out_and_not_decoded_for_ever(renderer: Renderer):
