@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -292,7 +292,7 @@ class Renderer:
         Raises:
             TemplateError: the template refuses these messages.
         """
-        return self.render_data([self.data(m) for m in messages], tools, generation_prompt=generation_prompt)
+        return self.render_data(self.conversation(messages), tools, generation_prompt=generation_prompt)
 
     def render_data(
         self, data: Sequence[Mapping[str, Any]], tools: Tools = (), *, generation_prompt: bool = False
@@ -324,6 +324,21 @@ class Renderer:
     def _shielded(self, tools: Tools, written: str) -> list[Fixed]:
         """Return the schemas with control tokens in their text shielded; `written` is their cache key."""
         return self._tools(written, len(written), lambda: [Fixed(self.vocabulary.shield(tool)) for tool in tools])
+
+    def conversation(self, messages: Iterable[Message], after: Sequence[ToolCall] = ()) -> list[dict[str, object]]:
+        """Convert messages as `data` does; a tool's result without a name gets that of its call.
+
+        Args:
+            after: the tool calls before the messages.
+        """
+        found, names = [], {call.id: call.name for call in after}
+        for message in messages:
+            if message.role == "assistant":
+                names = {call.id: call.name for call in message.tool_calls}
+            elif message.role == "tool" and message.name is None:
+                message = replace(message, name=names.get(message.tool_call_id or "") or None)
+            found.append(self.data(message))
+        return found
 
     def data(self, message: Message) -> dict[str, object]:
         """Convert a message to the format chat templates read, with control tokens in its text shielded."""
@@ -364,7 +379,7 @@ class Renderer:
 
     def opening(self, messages: Sequence[Message], tools: Tools = ()) -> Addition:
         """Return the tokens of the first prompt, including the generation prompt."""
-        data = [self.data(message) for message in messages]
+        data = self.conversation(messages)
 
         def make() -> Addition:
             prompt = self.render_data(data, tools, generation_prompt=True)
@@ -399,7 +414,7 @@ class Renderer:
         if self.habits.drops_tools:
             tools = ()
         base = [self.data(STAND_IN_USER), *self.earlier(calls), self.stand_in(last, messages)]
-        data = [*base, *(self.data(message) for message in _named(messages, last))]
+        data = [*base, *self.conversation(messages, last.tool_calls)]
         if system:  # a few templates count their messages; others repeat the system prompt if it is missing
             with_system = [self.data(STAND_IN_SYSTEM), *data]
             shown = self._attempt(with_system, tools)
@@ -614,17 +629,6 @@ def same_meaning(a: Message, b: Message) -> bool:
 def _is_told_apart(number: int, count: int) -> bool:
     """Whether the end of message `number` of `count` is looked for; 0 is what comes before them."""
     return count <= TOLD_APART or number in (0, count)
-
-
-def _named(messages: Sequence[Message], last: Message) -> Iterable[Message]:
-    """Return the messages with each tool's name filled in if the id identifies it."""
-    names = {call.id: call.name for call in last.tool_calls}
-    for message in messages:
-        name = message.name or names.get(message.tool_call_id or "")
-        if message.role == "tool" and name and message.name is None:
-            yield Message("tool", message.content, tool_call_id=message.tool_call_id, name=name)
-        else:
-            yield message
 
 
 def _content(message: Message) -> str:

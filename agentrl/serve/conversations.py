@@ -332,7 +332,7 @@ def _rendered_whole(branch: Transcript, messages: Sequence[Message]) -> bool:
         TemplateError: the template refuses these messages.
     """
     renderer, vocabulary = branch.renderer, branch.renderer.vocabulary
-    data = [renderer.data(message) for message in messages]
+    data = renderer.conversation(messages)
     prompt = renderer.render_data(data, branch.tools, generation_prompt=True)
     opening, closing = renderer.parser.think
     thinking = False

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.chat.demonstrate import completion_of
 from agentrl.chat.proof import TOOLS
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
 from agentrl.chat.token_check import TokenCheckBudget, TokenDifference, TokenDrift, TokenReport, check_tokens
 from agentrl.chat.transcript import Transcript
 from agentrl.errors import TemplateError
-from agentrl.types import Completion, Message
+from agentrl.types import Completion, Message, ToolCall
 from tests.chat.chat_tokenizers import CHATML_MARKERS, CHATML_SPECIAL, make, needs_qwen3, qwen3
-from tests.chat.families import LLAMA3_JSON
+from tests.chat.families import GEMMA, LLAMA3_JSON, MUSE_GLIMMER, Family
 
 DROPS_THINKING = CHATML_TEMPLATE.replace(
     "{%- if message.reasoning_content %}", "{%- if message.reasoning_content and loop.index0 > last.user %}"
@@ -173,6 +174,21 @@ def test_messages_that_the_template_refuses_are_a_difference_not_a_crash(tmp_pat
     [difference] = check_tokens(conversation(renderer, "a", "b")).differences
     assert difference.drift is TokenDrift.CONTENT
     assert "too long" in difference.fresh
+
+
+@pytest.mark.parametrize("family", [GEMMA, MUSE_GLIMMER], ids=lambda f: f.name)
+def test_a_result_without_a_name_has_that_of_its_call(family: Family, tmp_path: Path):
+    """As OpenAI's clients send it; these templates write the name."""
+    renderer = Renderer.from_directory(family.directory(tmp_path))
+    asked, called = Message("user", "Go."), Message("assistant", "", (ToolCall("c00000001", "look_up", {"x": 1}),))
+    transcript = Transcript(renderer, TOOLS)
+    transcript.extend([asked])
+    call = transcript.complete(completion_of(renderer, called, TOOLS)).tool_calls[0]
+    transcript.extend([Message("tool", "42", tool_call_id=call.id)])
+    assert check_tokens(transcript).worst is TokenDrift.IDENTICAL
+    prompt = Transcript(renderer, TOOLS)
+    prompt.extend([asked, called, Message("tool", "42", tool_call_id="c00000001")])
+    assert renderer.decode(prompt.ids).count("look_up") == renderer.decode(transcript.ids).count("look_up")
 
 
 def test_a_mode_that_is_none_is_refused(appending: Renderer):
