@@ -78,7 +78,7 @@ class Vocabulary:
         self._to_shield = re.compile(f"{tokens}|[\U000f0000-\U000fffff]")
         flags = {token["content"]: token for token in added}
         spaced = [
-            (r"\s*" if flags[token]["lstrip"] else "")
+            (r"(?:(?<!\s)\s+)?" if flags[token]["lstrip"] else "")  # linear in a run of white space
             + re.escape(token)
             + (r"\s*" if flags[token]["rstrip"] else "")
             for token in by_length
