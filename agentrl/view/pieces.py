@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from agentrl.chat.detokenizer import Detokenizer
+
 CONTEXT = 4
 """Tokens before a piece that are decoded with it: alone, the first one would lose its leading space."""
 LONGEST = 4
 """Bytes, and so at most tokens, of a character."""
-STRETCH = 16
-"""Tokens decoded together before the oldest ones are dropped."""
 UNFINISHED = "\ufffd"
 
 Decode = Callable[[Sequence[int]], str]
@@ -23,25 +23,14 @@ def token_pieces(ids: Sequence[int], decode: Decode, before: Sequence[int] = ())
         decode: converts ids to text, control tokens included.
         before: tokens right before `ids`; without them, the first token is the beginning of a text.
     """
-    joined = [*before[-CONTEXT:], *ids]
-    first = len(joined) - len(ids)
-    start, known = 0, decode(joined[:first]).rstrip(UNFINISHED) if first else ""
-    found: list[str] = []
-    held = 0  # tokens since the last that ended with a whole character
-    for at in range(first, len(joined)):
-        text = decode(joined[start : at + 1])
-        held = held + 1 if text.endswith(UNFINISHED) else 0
-        whole = text if at + 1 == len(joined) or held >= LONGEST else text.rstrip(UNFINISHED)
-        if known.startswith(whole):  # nothing new, or nothing whole since what is known
-            found.append("")
-        else:
-            appended = whole.startswith(known)  # else, the decoder rewrites what came before
-            found.append(whole[len(known) :] if appended else decode(joined[at : at + 1]))
-            known = whole
-        held = 0 if held >= LONGEST else held
-        if at - start >= STRETCH and not held:
-            start = at + 1 - CONTEXT
-            known = decode(joined[start : at + 1])
+    leads = [before[-count:] for count in range(CONTEXT, CONTEXT + LONGEST)]
+    whole = (lead for lead in leads if not decode(lead).startswith(UNFINISHED))  # not from inside a character
+    reader = Detokenizer(decode)
+    for id in next(whole, leads[0]):
+        reader.feed(id)
+    found = [reader.feed(id) for id in ids]
+    if found:
+        found[-1] += reader.close()
     return found
 
 
@@ -56,6 +45,6 @@ def span_pieces(ids: Sequence[int], low: int, high: int, decode: Decode, before:
         before: the tokens before `ids`.
     """
     start, end = max(0, low - LONGEST), min(len(ids), high + LONGEST)
-    lead = ids[max(0, start - CONTEXT) : start]
-    context = [*before[-CONTEXT:], *lead] if len(lead) < CONTEXT else lead
+    longest = CONTEXT + LONGEST
+    context = [*before[-longest:], *ids[max(0, start - longest) : start]]
     return token_pieces(ids[start:end], decode, context)[low - start : high - start]

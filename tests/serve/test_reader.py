@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from tokenizers.decoders import ByteFallback, Fuse, Metaspace
 from tokenizers.decoders import Sequence as Decoders
 
+from agentrl.chat.detokenizer import Detokenizer
 from agentrl.chat.template import Renderer
-from agentrl.serve.reader import ContentDelta, Detokenizer, MessageReader, TextReader
+from agentrl.serve.reader import ContentDelta, MessageReader, TextReader
 from agentrl.serve.turns import Incoming
 from tests.serve.serve_kit import TOOLS
 

@@ -40,6 +40,8 @@ def test_bytes_that_only_together_make_a_character_belong_to_the_last():
     assert token_pieces([0x61, 0xF0, 0x9F], decode) == ["a", "", "�"]  # a cut character ends the segment
     broken = [0xF0, 0x9F, 0x61, 0x80, 0x80, 0x80, 0x80, 0x80, 0x62]
     assert "".join(token_pieces(broken, decode)) == decode(broken)
+    replaced = list("\ufffdé".encode())  # a replacement character that the text itself has
+    assert token_pieces(replaced, decode) == ["", "", "", "", "\ufffdé"]
 
 
 @pytest.mark.parametrize("fallback", [False, True])
