@@ -104,7 +104,7 @@ class Vocabulary:
             raise ConfigError(f"{file}: cannot be read as JSON: {e}") from e
         config = read_json(path / "tokenizer_config.json")
         known = {token["content"] for token in spec["added_tokens"]}
-        for id, token in config.get("added_tokens_decoder", {}).items():
+        for id, token in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
             if token["content"] not in known:
                 spec["added_tokens"].append(_FLAGS | {"special": False} | token | {"id": int(id)})
         if "added_tokens_decoder" not in config:  # then transformers reads the file of its older releases as well

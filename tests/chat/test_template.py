@@ -175,6 +175,15 @@ def test_ids_may_have_gaps_but_not_two_meanings(tmp_path: Path):
         Renderer.from_directory(folder)
 
 
+def test_tokens_of_the_configuration_only_have_its_ids_in_any_order(tmp_path: Path):
+    size = Renderer.from_directory(make(tmp_path, CHATML_TEMPLATE)).vocabulary.size
+    listed = {str(size + n): {"content": f"<|{n}|>", "special": True} for n in (1, 0)}
+    folder = make(tmp_path, CHATML_TEMPLATE, config={"added_tokens_decoder": listed})
+    vocabulary = Renderer.from_directory(folder).vocabulary
+    assert vocabulary.encode("<|1|>") == [size + 1]
+    assert vocabulary.decode([size, size + 1]) == "<|0|><|1|>"
+
+
 def test_text_that_the_tokenizer_does_not_know_is_its_unknown_token(tmp_path: Path):
     """As in transformers; other control tokens stay text, though the model has them among its pieces."""
     tokenizers = pytest.importorskip("tokenizers")
