@@ -155,7 +155,7 @@ def test_a_special_token_that_the_tokenizer_does_not_have_is_refused_where_it_is
 
 
 def test_ids_may_have_gaps_but_not_two_meanings(tmp_path: Path):
-    """Phi-4-mini has gaps. A token outside the vocabulary is numbered by `tokenizers`, whatever its file says."""
+    """A token outside the vocabulary is numbered by `tokenizers`, whatever its file says."""
     folder = make(tmp_path, CHATML_TEMPLATE)
     file = folder / "tokenizer.json"
     spec = json.loads(file.read_text())
