@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from agentrl.algo.late import Tensor, torch
+
+Kind = Literal["mean", "sum", "max", "min"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Metric(NamedTuple):
@@ -14,7 +17,7 @@ class Metric(NamedTuple):
     `value` and `num` are detached 0-d tensors on the device of the loss, or floats after `to_host`.
     """
 
-    kind: Literal["mean", "sum", "max", "min"]
+    kind: Kind
     value: Tensor | float
     num: Tensor | float = 1.0
 

@@ -26,7 +26,7 @@ from agentrl.algo.correction import (
 )
 from agentrl.algo.kl import bounded_exp, kl_per_token, whole_kl
 from agentrl.algo.losses import POLICY_LOSSES
-from agentrl.algo.metrics import Metric, Metrics, mean_of, sum_of
+from agentrl.algo.metrics import KINDS, Metric, Metrics, mean_of, sum_of
 from agentrl.algo.parameters import Named
 from agentrl.algo.ratio import LossOutput
 from agentrl.algo.segments import trained
@@ -230,6 +230,7 @@ def _built_in(config: AlgorithmConfig, parameters: Named, correction: Correction
 def _own_loss(own: OwnFunction) -> Callable[..., LossOutput]:
     where, options = f"algorithm.loss {own.use!r}", own.options
     function = load_function(own.use, where)
+    kinds: dict[str, str] = {}
 
     def loss(*tensors_T: Tensor) -> LossOutput:
         # what is masked has no loss, even if the function reads no mask
@@ -244,7 +245,11 @@ def _own_loss(own: OwnFunction) -> Callable[..., LossOutput]:
         value, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
         if not isinstance(value, Tensor) or value.shape != () or not bool(value.isfinite()):
             raise ConfigError(f"{where}: must return a finite scalar tensor (or that and metrics), got {value!r}")
-        return value, _metrics(metrics, where)
+        named = _metrics(metrics, where)
+        for name, metric in named.items():
+            if (before := kinds.setdefault(name, metric.kind)) != metric.kind:
+                raise ConfigError(f"{where}: its metric {name!r} was a {before} before and is a {metric.kind} now")
+        return value, named
 
     def with_gradient(*tensors_T: Tensor) -> LossOutput:
         value, metrics = loss(*tensors_T)
@@ -262,13 +267,29 @@ def _without_gradient(where: str) -> ConfigError:
 
 def _metrics(given: object, where: str) -> Metrics:
     """Metrics unchanged; plain tensors become the mean of their values. Raises ConfigError if they are none."""
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) and name for name in given):
         raise ConfigError(f"{where}: metrics must be a mapping from names to numbers, got {given!r:.200}")
     if taken := sorted(name for name in given if name not in OF_LOSSES and describe(name) is not None):
         raise ConfigError(
             f"{where}: its metric {taken[0]!r} would replace agentrl's (docs/metrics.md): use another name"
         )
-    return {name: m if isinstance(m, Metric) else mean_of(torch.as_tensor(m)) for name, m in given.items()}
+    return {name: _metric(m, f"{where}: its metric {name!r}") for name, m in given.items()}
+
+
+def _metric(given: object, what: str) -> Metric:
+    """One metric, detached. Raises ConfigError if it is none."""
+    try:
+        if not isinstance(given, Metric):
+            values_N = torch.as_tensor(given)
+            if values_N.is_complex():
+                raise TypeError
+            return mean_of(values_N)
+        value, num = (torch.as_tensor(one).detach() for one in given[1:])
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(f"{what} must be a number or a tensor of real numbers, got {given!r:.200}") from None
+    if given.kind not in KINDS or value.ndim or num.ndim or value.is_complex():
+        raise ConfigError(f"{what} must be made by mean_of, max_of, min_of or sum_of, got {given!r:.200}")
+    return Metric(given.kind, value, num)
 
 
 def _check_loss(loss: Callable[..., LossOutput], where: str) -> None:

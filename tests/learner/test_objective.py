@@ -231,6 +231,27 @@ def steep(logprobs_T, old_logprobs_T, advantages_T, weights_T, sequence_T, loss_
 def taken(*tensors):
     return plain(*tensors)[0], {"reward": 1.0}
 
+def of_two_kinds(*tensors):
+    from agentrl.algo.metrics import mean_of, sum_of
+    return plain(*tensors)[0], {"mine": (mean_of if len(tensors[0]) == 7 else sum_of)(tensors[0])}
+
+def of_no_kind(*tensors):
+    from agentrl.algo.metrics import Metric
+    return plain(*tensors)[0], {"mine": Metric("median", tensors[0].detach().sum())}
+
+def of_many(*tensors):
+    from agentrl.algo.metrics import Metric
+    return plain(*tensors)[0], {"mine": Metric("sum", tensors[0].detach())}
+
+def complex_one(*tensors):
+    return plain(*tensors)[0], {"mine": tensors[0].detach().to(torch.complex64)}
+
+def nameless(*tensors):
+    return plain(*tensors)[0], {"": 1.0}
+
+def empty(*tensors):
+    return plain(*tensors)[0], {"mine": None}
+
 def sometimes(logprobs_T, *others):
     return (logprobs_T if len(logprobs_T) < 8 else logprobs_T.detach()).sum()
 
@@ -279,6 +300,12 @@ def test_your_own_estimator_and_loss(small_dir: Path, tmp_path: Path):
         ("loss", "nothing", "has no 'nothing'"),
         ("loss", "steep", "its gradient is not finite"),
         ("loss", "taken", "its metric 'reward' would replace agentrl's"),
+        ("loss", "of_two_kinds", "its metric 'mine' was a mean before and is a sum now"),
+        ("loss", "of_no_kind", "its metric 'mine' must be made by mean_of"),
+        ("loss", "of_many", "its metric 'mine' must be made by mean_of"),
+        ("loss", "complex_one", "its metric 'mine' must be a number or a tensor of real numbers"),
+        ("loss", "nameless", "metrics must be a mapping from names to numbers"),
+        ("loss", "empty", "its metric 'mine' must be a number or a tensor of real numbers, got None"),
         ("advantage", "by_episode", r"one advantage for each token, a tensor of shape \(13,\), got \(6,\)"),
         ("advantage", "broken", "raised AttributeError"),
     ],
