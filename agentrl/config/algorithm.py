@@ -56,7 +56,8 @@ def _check_rule(statistic: str, limit: float | tuple[float, float]) -> None:
 
 
 class CriticConfig(Section):
-    """The critic of `advantage: gae`: a value model trained together with the policy."""
+    """The critic of `advantage: gae`, or of an advantage of your own that needs values: a value model trained
+    together with the policy."""
 
     path: Annotated[str | None, PathTo("folder", hub=True), OnResume("fixed")] = None
     """Model directory to initialize the critic from; by default the policy's initial model."""

@@ -117,6 +117,17 @@ class OnlyWhen(_OtherKey):
 
 
 @dataclass(frozen=True, slots=True, init=False)
+class OnlyWhenOrOwn(OnlyWhen):
+    """The same, or while it names a function of the user's own."""
+
+    def dead(self, *found: object) -> bool:
+        return found[0] not in self.values and ":" not in str(found[0])
+
+    def condition(self) -> str:
+        return f"Only with {self._choices()} or a function of your own."
+
+
+@dataclass(frozen=True, slots=True, init=False)
 class NeverWhen(_OtherKey):
     """The key has no effect while another key has one of these values."""
 

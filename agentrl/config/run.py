@@ -23,6 +23,7 @@ from agentrl.config.facts import (
     NeverWhen,
     NeverWith,
     OnlyWhen,
+    OnlyWhenOrOwn,
     OnlyWith,
     OnResume,
     PathTo,
@@ -519,9 +520,9 @@ class RunConfig(Section):
     rollout: Annotated[RolloutConfig, UnusedBy("serve")] = RolloutConfig()
     engine: Annotated[EngineConfig, UnusedBy("eval --base-url")] = EngineConfig()
     algorithm: Annotated[AlgorithmConfig, UnusedBy("eval", "serve")] = AlgorithmConfig()
-    critic: Annotated[CriticConfig | None, OnlyWhen("algorithm.advantage", "gae"), UnusedBy("eval", "serve")] = (
-        None
-    )
+    critic: Annotated[
+        CriticConfig | None, OnlyWhenOrOwn("algorithm.advantage", "gae"), UnusedBy("eval", "serve")
+    ] = None
     reward_model: Annotated[RewardModelConfig | None, UnusedBy("eval", "serve")] = None
     teacher: Annotated[
         TeacherConfig | None, NeverWhen("algorithm.kl.coef", 0), UnusedBy("eval", "serve"), OnResume("fixed")

@@ -45,7 +45,7 @@ from agentrl.rollout.task_tools import task_tools, task_tools_now
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.sandbox import close_pools
 from agentrl.scratch import ScratchFolder
-from agentrl.trainer.algorithm import Algorithm
+from agentrl.trainer.algorithm import Algorithm, algorithm_of
 from agentrl.trainer.estimator import check_penalties, make_estimator
 from agentrl.trainer.hints import check_hints, hint_of
 from agentrl.trainer.rewardless import no_reward
@@ -368,7 +368,7 @@ async def _compared(
     if faults := {name: text for episode in episodes for name, text in episode.faults.items()}:
         raise RewardError(faults)
     groups = [Group(scripted.task, tuple(episodes))]
-    algorithm = Algorithm(config.algorithm)
+    algorithm = algorithm_of(config, reference_apart=False, hints=None, record=False)
     if algorithm.late or "greedy_E" in algorithm.estimator.needs:
         algorithm = Algorithm(AlgorithmConfig.model_validate({"advantage": "dr_grpo"}))
     teacher = config.teacher

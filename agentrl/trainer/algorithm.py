@@ -17,6 +17,7 @@ from agentrl.algo.parameters import Named
 from agentrl.config.algorithm import AlgorithmConfig, KLConfig
 from agentrl.config.choice import OwnFunction
 from agentrl.config.run import RunConfig
+from agentrl.errors import ConfigError
 from agentrl.learner.policy_loss import make_policy_loss
 from agentrl.trainer.advantages import (
     StepTokens,
@@ -252,9 +253,13 @@ class Algorithm:
 
 
 def algorithm_of(config: RunConfig, reference_apart: bool, hints: Hints | None, *, record: bool) -> Algorithm:
-    """The algorithm of a run, with what its envs have of their own; see `Algorithm`."""
+    """The algorithm of a run, with what its envs have of their own; see `Algorithm`.
+
+    Raises:
+        ConfigError: a critic without an advantage that needs its values, or the other way round.
+    """
     own, servers = {name: env.algorithm for name, env in config.envs.items()}, config.teachers_on_servers
-    return Algorithm(
+    algorithm = Algorithm(
         config.decided_algorithm,
         overlong=config.rollout.overlong,
         reference_apart=reference_apart,
@@ -264,6 +269,15 @@ def algorithm_of(config: RunConfig, reference_apart: bool, hints: Hints | None, 
         taught=servers if servers and hints is None and len(servers) < len(own) else None,
         record=record,
     )
+    for estimator, key in ((algorithm.estimator, ""), *((e, f"envs.{n}.") for n, e in algorithm.by_env.items())):
+        if (config.critic is not None) != ("values_N" in estimator.needs):
+            raise ConfigError(
+                f"{key}algorithm.advantage needs values_N, which a critic gives: add the section `critic`"
+                if config.critic is None
+                else f"{key}algorithm.advantage does not list values_N in its `needs`, so no critic learns: "
+                "list it, or remove the section `critic`"
+            )
+    return algorithm
 
 
 def make_kl_control(config: KLConfig) -> KLController:

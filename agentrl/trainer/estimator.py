@@ -24,8 +24,6 @@ from agentrl.rollout.content import Content
 
 OCCASIONAL = ("turns", "overlong", "reward_model")
 """Parts of the reward that may be missing from every episode of a step."""
-ELSEWHERE = frozenset({"values_N", "greedy_E"})
-"""Fields that only one built-in estimator gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +102,10 @@ def _own_estimator(own: OwnFunction, config: AlgorithmConfig) -> NamedEstimator:
     needs = getattr(function, "needs", ())
     known = {f.name for f in fields(StepData)}
     listed = isinstance(needs, Sequence | Set) and not isinstance(needs, str)
-    if not listed or not all(isinstance(name, str) for name in needs) or not set(needs) <= known - ELSEWHERE:
+    if not listed or not all(isinstance(name, str) for name in needs) or not set(needs) <= known - {"greedy_E"}:
         raise ConfigError(
-            f"{where}: `needs` must list fields of StepData ({', '.join(sorted(known))}; values_N is there with "
-            f"advantage: gae only, greedy_E with remax), got {needs!r}"
+            f"{where}: `needs` must list fields of StepData ({', '.join(sorted(known))}; greedy_E with remax "
+            f"only), got {needs!r}"
         )
     if "correction_N" in needs and config.correction.importance == "none":
         raise ConfigError(f"{where}: needs correction_N, which is there with algorithm.correction.importance only")
@@ -121,6 +119,10 @@ def _own_estimator(own: OwnFunction, config: AlgorithmConfig) -> NamedEstimator:
             raise ConfigError(f"{where} raised {type(e).__name__}: {e}\n{traceback_of(e)}") from e
         advantages = found if isinstance(found, Advantages) else Advantages(found)
         _check_values(advantages.advantages_N, step, f"{where}: must return one advantage for each token")
+        if advantages.returns_N is None and "values_N" in needs:
+            raise ConfigError(
+                f"{where}: must return Advantages(advantages_N, returns_N), because the critic learns the returns"
+            )
         if advantages.returns_N is not None:
             _check_values(advantages.returns_N, step, f"{where}: returns_N has one return for each token")
         return advantages
@@ -180,6 +182,7 @@ def _small_step(needs: Set[str]) -> _SmallStep:
         components_EK=torch.rand(6, 2, generator=random, dtype=torch.float64),
         component_names=("first", "second"),
         length_E=torch.tensor([3.0, 2.0, 4.0, 1.0, 1.0, 2.0], dtype=torch.float64),
+        values_N=given("values_N", torch.rand(13, generator=random, dtype=torch.float64)),
         old_logprobs_N=given("old_logprobs_N", -torch.rand(13, generator=random, dtype=torch.float64)),
         sum_pi_squared_N=given("sum_pi_squared_N", torch.rand(13, generator=random, dtype=torch.float64)),
         correction_N=given("correction_N", torch.ones(13, dtype=torch.float64)),

@@ -19,13 +19,17 @@ from agentrl.errors import AgentRLError, ConfigError
 from agentrl.reporting.report import Silent
 from agentrl.rollout.episode_metrics import group_has_signal
 from agentrl.run_folder.store import RunStore
+from agentrl.trainer.algorithm import algorithm_of
 from agentrl.trainer.estimator import NamedEstimator, make_estimator
 from agentrl.trainer.run import train_run
-from agentrl.types import Group, Message, Task
+from agentrl.trainer.samples import with_constant
+from agentrl.types import Group, Message, Sample, Task
 from tests.env.test_toolenv import episode_of
 from tests.trainer.test_run import ENVS
+from tests.trainer.test_samples import group as scores
 
 FUNCTIONS = """
+from agentrl.algo.advantages.gae import gae_advantages
 from agentrl.algo.step_data import Advantages
 
 
@@ -82,6 +86,20 @@ def short_returns(step):
 
 def complex_ones(step):
     return spread(step).to(dtype=__import__("torch").complex64)
+
+
+def valued(step):
+    return Advantages(*gae_advantages(step.rewards_N, step.values_N, step.sequence_N, lam=0.9))
+
+
+valued.needs = ["values_N"]
+
+
+def without_returns(step):
+    return step.values_N
+
+
+without_returns.needs = ["values_N"]
 
 
 def fails_later(step):
@@ -158,6 +176,36 @@ def test_an_advantage_of_your_own_fails_in_one_error(tmp_path: Path, name: str, 
     config = words(tmp_path, algorithm={"advantage": f"{tmp_path}/functions.py:{name}"})
     with pytest.raises(ConfigError, match=said):
         trained(config, tmp_path / "run")
+
+
+def test_an_advantage_of_your_own_reads_the_values_of_a_critic(tmp_path: Path):
+    def scored(advantage: object) -> list[Sample]:
+        algorithm = algorithm_of(
+            words(tmp_path, algorithm={"advantage": advantage}, critic={}), False, None, record=False
+        )
+        rows = algorithm.rows([scores(1.0, 0.0), scores(0.5, 2.0, name="y")])
+        samples = [with_constant(row, "values", 0.1 * number) for number, row in enumerate(rows.samples)]
+        return list(algorithm.advantages(replace(rows, samples=samples)).samples)
+
+    found = scored(f"{tmp_path}/functions.py:valued")
+    assert found == scored({"name": "gae", "lam": 0.9, "whiten": False})
+    assert all(any(row.columns["returns"]) for row in found if any(row.advantages))
+
+
+@pytest.mark.parametrize(
+    ("advantage", "critic", "said"),
+    [
+        ("valued", {}, "needs values_N, which a critic gives: add the section `critic`"),
+        ("of_turns", {"critic": {}}, "does not list values_N in its `needs`"),
+        ("without_returns", {"critic": {}}, r"must return Advantages\(advantages_N, returns_N\)"),
+    ],
+)
+def test_a_critic_and_an_advantage_of_your_own_need_each_other(
+    tmp_path: Path, advantage: str, critic: dict[str, object], said: str
+):
+    config = words(tmp_path, algorithm={"advantage": f"{tmp_path}/functions.py:{advantage}"}, **critic)
+    with pytest.raises(ConfigError, match=said):
+        algorithm_of(config, False, None, record=False)
 
 
 @pytest.mark.parametrize(
