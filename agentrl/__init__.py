@@ -35,11 +35,13 @@ if TYPE_CHECKING:
     from agentrl.errors import ConfigError as ConfigError
     from agentrl.errors import InfraError as InfraError
     from agentrl.python.configure import configure as configure
+    from agentrl.python.reading import read_metrics as read_metrics
     from agentrl.python.rollouts import rollouts as rollouts
     from agentrl.python.rollouts import training_rows as training_rows
     from agentrl.python.training import train as train
     from agentrl.python.training import train_blocking as train_blocking
     from agentrl.run_folder.records import read_episodes as read_episodes
+    from agentrl.run_folder.records import read_groups as read_groups
     from agentrl.trainer.start_run import start_run as start_run
     from agentrl.types import Completion as Completion
     from agentrl.types import Episode as Episode
@@ -63,7 +65,8 @@ _HOMES = {
     "agentrl.python.configure": ("configure",),
     "agentrl.python.rollouts": ("rollouts", "training_rows"),
     "agentrl.python.training": ("train", "train_blocking"),
-    "agentrl.run_folder.records": ("read_episodes",),
+    "agentrl.python.reading": ("read_metrics",),
+    "agentrl.run_folder.records": ("read_episodes", "read_groups"),
     "agentrl.trainer.start_run": ("start_run",),
     "agentrl.types": (
         *(

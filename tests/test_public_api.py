@@ -30,7 +30,7 @@ NAMES = {
         "ToolEnv",
         "ToolResult",
     ),
-    *("Turn", "load_config", "read_episodes", "reward", "start_run", "tool"),
+    *("Turn", "load_config", "read_episodes", "read_groups", "read_metrics", "reward", "start_run", "tool"),
     *("Sample", "configure", "rollouts", "train", "train_blocking", "training_rows"),
 }
 HEAVY = {

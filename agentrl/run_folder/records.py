@@ -23,7 +23,7 @@ from agentrl.clean import clean_text, first_reason
 from agentrl.errors import CheckpointError
 from agentrl.plural import plural
 from agentrl.run_folder.files import MAX_BYTES, decompressed, open_regular
-from agentrl.types import Episode
+from agentrl.types import Episode, Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +280,22 @@ def read_records(run: Path, step: int) -> list[EpisodeRecord]:
 def read_episodes(run: Path | str, step: int) -> list[Episode]:
     """All episodes of one step; see `iter_records`."""
     return [record.episode for record in iter_records(Path(run), step)]
+
+
+def read_groups(run: Path | str, step: int) -> list[Group]:
+    """The groups of one step as they were trained, without those that were set aside; see `iter_records`."""
+    by_number: dict[int, list[EpisodeRecord]] = {}
+    for record in iter_records(Path(run), step):
+        if not record.set_aside:
+            by_number.setdefault(record.group, []).append(record)
+    found = []
+    for _, each in sorted(by_number.items()):
+        played = [record for record in each if not record.baseline]
+        episodes = tuple(record.episode for record in played if record.episode.error is None)
+        failed = tuple(record.episode for record in played if record.episode.error is not None)
+        greedy = next((record.episode for record in each if record.baseline), None)
+        found.append(Group(each[0].episode.task, episodes, failed, greedy))
+    return found
 
 
 def read_metrics(run: Path) -> Sequence[Mapping[str, float]]:

@@ -20,7 +20,7 @@ from agentrl.rollout.content import require_teachers
 from agentrl.rollout.renderer import load_renderer
 from agentrl.run_folder.checkpoints import steps_saved, verify
 from agentrl.run_folder.earlier_configs import config_at, ends
-from agentrl.run_folder.records import EpisodeRecord, read_metrics, read_records
+from agentrl.run_folder.records import read_groups, read_metrics
 from agentrl.scratch import ScratchFolder
 from agentrl.trainer.algorithm import Algorithm, algorithm_of
 from agentrl.trainer.hints import make_hints
@@ -132,7 +132,7 @@ async def _replay(run: Path, step: int, overrides: Sequence[str]) -> Replay:
                 if begin:
                     await resume(learner, algorithm, policy)
                 for number in range(begin + 1, end + 1):
-                    found = await _update(learner, algorithm, groups_of(read_records(run, number)))
+                    found = await _update(learner, algorithm, read_groups(run, number))
                     if changed := _changed(logged.get(number, {}), found):
                         differing[number] = changed
                 policy = scratch.path / f"step-{end}"  # the run may have been resumed here with other settings
@@ -155,22 +155,6 @@ async def _update(learner: Learner, algorithm: Algorithm, groups: Sequence[Group
     update = await learner.step(rows)
     algorithm.observe(update.metrics, rows.num_episodes)
     return update.metrics
-
-
-def groups_of(records: Sequence[EpisodeRecord]) -> list[Group]:
-    """The groups of a step as they were trained, without those that were set aside."""
-    by_number: dict[int, list[EpisodeRecord]] = {}
-    for record in records:
-        if not record.set_aside:
-            by_number.setdefault(record.group, []).append(record)
-    found = []
-    for _, each in sorted(by_number.items()):
-        played = [record for record in each if not record.baseline]
-        episodes = tuple(record.episode for record in played if record.episode.error is None)
-        failed = tuple(record.episode for record in played if record.episode.error is not None)
-        greedy = next((record.episode for record in each if record.baseline), None)
-        found.append(Group(each[0].episode.task, episodes, failed, greedy))
-    return found
 
 
 def digest(weights: Mapping[str, Tensor]) -> str:

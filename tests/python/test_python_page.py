@@ -37,6 +37,9 @@ def test_the_blocks_of_the_page_run_in_order(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "runs/adder/summary.json").is_file()
     assert names["summary"].run.endswith("adder-own")
     assert len(names["groups"]) == 4
+    assert len(names["recorded"]) == 2
+    assert names["curve"][-1]["step"] == 2
+    assert names["run"].cancelled()
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import zstandard
 
+import agentrl
 from agentrl.errors import CheckpointError
 from agentrl.run_folder.records import (
     EpisodeRecord,
@@ -19,6 +20,7 @@ from agentrl.run_folder.records import (
     encode,
     episodes_file,
     iter_records,
+    read_groups,
     read_metrics,
 )
 from agentrl.types import CallRecord, Episode, Image, Message, Segment, StopReason, Task, ToolCall, Turn
@@ -121,3 +123,34 @@ def test_lines_of_metrics_that_are_none_are_left_out(tmp_path: Path):
     lines = [b'{"step": 1, "a": 2}', b"[" * 100_000, b"x" * (9 << 20), b"7", b'{"step": 2}', b'{"step": 3, "a']
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
     assert read_metrics(tmp_path) == [json.loads(lines[0]), {"step": 2}]
+
+
+def test_the_groups_of_a_step_are_those_that_it_trained(tmp_path: Path):
+    lost = episode(reward=None, error="SandboxDied: gone")
+    records = [
+        EpisodeRecord(1, 1, episode(reward=3.0)),
+        EpisodeRecord(1, 0, episode(reward=1.0)),
+        EpisodeRecord(1, 0, lost),
+        EpisodeRecord(1, 0, episode(reward=2.0)),
+        EpisodeRecord(1, 0, episode(reward=4.0), baseline=True),
+        EpisodeRecord(1, 2, episode(), set_aside=True),
+    ]
+    write(tmp_path, compress(records))
+    first, second = read_groups(str(tmp_path), 1)
+    assert [e.reward for e in first.episodes] == [1.0, 2.0]
+    assert [e.error for e in first.failed] == [lost.error]
+    assert first.greedy is not None
+    assert first.greedy.reward == 4.0
+    assert [e.reward for e in second.episodes] == [3.0]
+    assert second.failed == ()
+    assert second.greedy is None
+
+
+def test_metrics_of_a_late_evaluation_are_with_its_step_and_another_folder_is_an_error(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"is not a run folder: it has no config\.yaml"):
+        agentrl.read_metrics(tmp_path / "runz")
+    (tmp_path / "config.yaml").touch()
+    assert agentrl.read_metrics(tmp_path) == []
+    lines = [{"step": 1, "a": 2}, {"step": 2, "a": 3}, {"step": 1, "held_out": 0.5, "late": 1}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert agentrl.read_metrics(str(tmp_path)) == [{"step": 1, "a": 2, "held_out": 0.5}, {"step": 2, "a": 3}]

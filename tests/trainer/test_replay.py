@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from agentrl.cli.app import app
 from agentrl.errors import CheckpointError, ConfigError, InfraError
 from agentrl.run_folder.checkpoints import _seal
-from agentrl.run_folder.records import compress, episodes_file, read_metrics, read_records
-from agentrl.trainer.replay import groups_of, replay
+from agentrl.run_folder.records import compress, episodes_file, read_groups, read_metrics, read_records
+from agentrl.trainer.replay import replay
 from tests.trainer.test_changed_runs import own_folder, run, settings, weights  # noqa: F401 - a fixture
 
 
@@ -220,7 +220,7 @@ def test_what_cannot_be_replayed_says_why():
     Path("cut/metrics.jsonl").unlink()
     with pytest.raises(CheckpointError, match=r"its metrics.jsonl has no steps"):
         replay(Path("cut"), 2)
-    assert len(groups_of(read_records(Path("r"), 1))) == 2
+    assert len(read_groups("r", 1)) == 2
     told = CliRunner().invoke(app, ["replay", "r"])
     assert told.exit_code == 0
     assert told.stdout.splitlines()[-1] == "equal"
