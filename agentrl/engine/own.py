@@ -1,4 +1,4 @@
-"""Load a custom engine by `module:Name` and test it on a few tokens before a run relies on it."""
+"""Load a custom engine by `module:Name`, test it on a few tokens before a run relies on it, and watch it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import asyncio
 import inspect
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.config.engine import EngineConfig
-from agentrl.engine.base import Engine, GenerateOptions, TokenLogprob
+from agentrl.engine.base import Engine, GenerateOptions, StructureRefused, TokenLogprob
 from agentrl.engine.checks import ROUNDING
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.errors import AgentRLError, ConfigError, traceback_of
 from agentrl.importing import load_object
 from agentrl.types import Completion, Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TRIAL_S = 120.0
 """Time limit of each request in the trial."""
@@ -29,7 +32,8 @@ TRIAL_TOLERANCE = 0.2
 async def open_own(config: EngineConfig, model: Path) -> Engine:
     """Create and test the engine that `engine.kind` names, as `Name(model, config, **engine.options)`.
 
-    `Name` is a class or a function; what it returns may be awaitable.
+    `Name` is a class or a function; what it returns may be awaitable. Later calls raise ConfigError if it does
+    something wrong.
 
     Raises:
         ConfigError: it cannot be imported or created, is not an `Engine`, or fails the trial.
@@ -55,13 +59,51 @@ async def open_own(config: EngineConfig, model: Path) -> Engine:
         ) from e
     if not isinstance(engine, Engine):
         raise ConfigError(f"{where}: must be an agentrl.engine.base.Engine, got {type(engine).__name__}")
+    vocabulary = _vocabulary(model)
     try:
-        await _try(engine, _vocabulary(model), where)
+        await _try(engine, vocabulary, where)
     except BaseException:
         with suppress(Exception):  # what is wrong with the engine is in the first error
             await engine.close()
         raise
+    _watch(engine, vocabulary, where)
     return engine
+
+
+def _watch(engine: Engine, vocabulary: int | None, where: str) -> None:
+    """Check everything that the engine does from now on."""
+    update = engine.update_weights
+
+    async def asked(method: str, answer: Awaitable[Any]) -> Any:
+        try:
+            return await answer
+        except (AgentRLError, StructureRefused):
+            raise
+        except Exception as e:
+            raise ConfigError(f"{where}: {method} raised {type(e).__name__}: {e}\n{traceback_of(e)}") from e
+
+    def checked(method: str) -> Callable[..., Awaitable[Completion]]:
+        sample: Callable[..., Awaitable[Completion]] = getattr(engine, method)
+
+        async def call(ids: Sequence[int], sampling: Sampling, *args: Any, **named: Any) -> Completion:
+            completion: Completion = await asked(method, sample(ids, sampling, *args, **named))
+            newest = engine.policy_version
+            _check_completion(completion, vocabulary, f"{where}: {method}", sampling.max_tokens, newest)
+            return completion
+
+        return call
+
+    async def update_weights(weights: Mapping[str, Tensor], version: int) -> None:
+        await asked("update_weights", update(weights, version))
+        if engine.policy_version != version:
+            raise ConfigError(
+                f"{where}: policy_version is {engine.policy_version} after update_weights(weights, {version})"
+            )
+
+    watched: Any = engine
+    for method in ("generate", "generate_streaming"):
+        setattr(watched, method, checked(method))
+    watched.update_weights = update_weights
 
 
 def _vocabulary(model: Path) -> int | None:
@@ -93,12 +135,14 @@ async def _try(engine: Engine, vocabulary: int | None, where: str) -> None:
     try:
         async with asyncio.timeout(TRIAL_S):
             completion = await engine.generate(TRIAL_IDS, sampling, session="trial")
-            _check_completion(completion, vocabulary, f"{where}: generate")
+            _check_completion(completion, vocabulary, f"{where}: generate", TRIAL_TOKENS)
+            _check_trial(completion, f"{where}: generate")
             await engine.release("trial")
             if engine.capabilities.streaming:
                 method = "generate_streaming"
                 streamed = await engine.generate_streaming(TRIAL_IDS, sampling, GenerateOptions(told.append))
-                _check_completion(streamed, vocabulary, f"{where}: generate_streaming")
+                _check_completion(streamed, vocabulary, f"{where}: generate_streaming", TRIAL_TOKENS)
+                _check_trial(streamed, f"{where}: generate_streaming")
                 if tuple(token.id for token in told) != tuple(streamed.ids):
                     raise ConfigError(
                         f"{where}: generate_streaming reported the tokens {[t.id for t in told]} and returned "
@@ -116,25 +160,44 @@ async def _try(engine: Engine, vocabulary: int | None, where: str) -> None:
         raise ConfigError(f"{where}: {method} raised on trial tokens: {type(e).__name__}: {e}") from e
 
 
-def _check_completion(completion: Completion, vocabulary: int | None, where: str) -> None:
+def _check_completion(
+    completion: Completion, vocabulary: int | None, where: str, max_tokens: int, newest: int = 0
+) -> None:
+    """Raises ConfigError unless it is a completion of so many tokens, by weights up to the version `newest`."""
     if not isinstance(completion, Completion):
         raise ConfigError(f"{where} must return an agentrl.types.Completion, got {completion!r:.200}")
     ids, logprobs, versions = completion.ids, completion.logprobs, completion.versions
+    for name, values, kind in (
+        ("ids", ids, int),
+        ("logprobs", logprobs, (int, float)),
+        ("versions", versions, int),
+    ):
+        if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
+            said = "numbers" if name == "logprobs" else "whole numbers"
+            raise ConfigError(f"{where} must return {name} as a tuple of {said}, got {values!r:.200}")
     if not len(ids) == len(logprobs) == len(versions):
         raise ConfigError(
             f"{where} returned {len(ids)} ids, {len(logprobs)} logprobs and {len(versions)} versions; one of each "
             "per token is needed"
         )
-    if not 1 <= len(ids) <= TRIAL_TOKENS:
-        raise ConfigError(f"{where} returned {len(ids)} tokens with max_tokens {TRIAL_TOKENS} and no stop ids")
+    if len(ids) > max_tokens:
+        raise ConfigError(f"{where} returned {len(ids)} tokens with max_tokens {max_tokens}")
     if wrong := [id for id in ids if id < 0 or (vocabulary is not None and id >= vocabulary)]:
         raise ConfigError(f"{where} returned the id {wrong[0]}, outside the model's vocabulary of {vocabulary}")
     if odd := [p for p in logprobs if not math.isfinite(p) or p > ROUNDING]:
         raise ConfigError(f"{where} returned the log-probability {odd[0]}; finite numbers up to 0 are expected")
-    if set(versions) != {0}:
-        raise ConfigError(f"{where} returned the policy versions {sorted(set(versions))} before the first update")
-    if completion.finish not in ("stop", "length"):
-        raise ConfigError(f"{where} returned finish {completion.finish!r}; expected 'stop' or 'length'")
+    if unknown := [version for version in versions if not 0 <= version <= newest]:
+        raise ConfigError(f"{where} returned the policy version {unknown[0]}; the newest is {newest}")
+    if completion.finish not in ("stop", "length", "abort"):
+        raise ConfigError(f"{where} returned finish {completion.finish!r}; expected 'stop', 'length' or 'abort'")
+
+
+def _check_trial(completion: Completion, where: str) -> None:
+    """Raises ConfigError if the engine sampled nothing or gave up."""
+    if not completion.ids:
+        raise ConfigError(f"{where} returned no tokens")
+    if completion.finish == "abort":
+        raise ConfigError(f"{where} returned finish 'abort'; expected 'stop' or 'length'")
 
 
 def _check_scores(scored: Sequence[TokenLogprob], completion: Completion, where: str) -> None:

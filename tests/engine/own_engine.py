@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl.engine.base import Engine, EngineCapabilities
+from agentrl.errors import EngineError
 
 DOCS = Path(__file__).parents[2] / "docs" / "engines.md"
 EXAMPLE = re.search(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)[1]
@@ -73,3 +74,35 @@ class Versionless(PlainEngine):
 
     async def close(self):
         raise OSError("already gone")
+
+
+class Turning(PlainEngine):
+    """Does something wrong after the trial."""
+
+    def __init__(self, model, config, *, how):
+        super().__init__(model, config)
+        self.how, self.calls = how, 0
+
+    async def generate(self, ids, sampling, *, session=None):
+        self.calls += 1
+        good = await super().generate(ids, sampling, session=session)
+        if self.calls == 1:
+            return good
+        if self.how == "raise":
+            raise RuntimeError("out of slots")
+        if self.how == "lose":
+            raise EngineError("lost")
+        if self.how == "nothing":
+            return None
+        return replace(good, **{self.how: WRONG[self.how](good)})
+
+    async def update_weights(self, weights, version):
+        pass
+
+
+WRONG = {
+    "ids": lambda good: list(good.ids),
+    "logprobs": lambda good: (float("nan"),) * len(good.ids),
+    "versions": lambda good: (7,) * len(good.ids),
+    "finish": lambda good: "eos",
+}

@@ -13,7 +13,7 @@ from agentrl.config.run import RunConfig
 from agentrl.engine.local.local_engine import LocalEngine
 from agentrl.engine.open import open_engine
 from agentrl.engine.servers.kinds import KINDS
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, EngineError
 from agentrl.rollout.build import make_engine
 from agentrl.types import Sampling
 
@@ -62,6 +62,32 @@ async def test_what_is_wrong_with_it_is_said_before_the_run(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(error)):
         await open_engine(EngineConfig(kind=f"{HERE}:{name}", options=options), models["qwen3"])
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("raise", "generate raised RuntimeError: out of slots"),
+        ("nothing", "generate must return an agentrl.types.Completion, got None"),
+        ("ids", "generate must return ids as a tuple of whole numbers, got ["),
+        ("logprobs", "generate returned the log-probability nan"),
+        ("versions", "generate returned the policy version 7; the newest is 0"),
+        ("finish", "generate returned finish 'eos'"),
+    ],
+)
+async def test_what_is_wrong_later_is_one_error(models: dict[str, Path], how: str, error: str) -> None:
+    config = EngineConfig(kind=f"{HERE}:Turning", options={"how": how})
+    engine = await open_engine(config, models["qwen3"])
+    with pytest.raises(ConfigError, match=re.escape(f"engine.kind {HERE}:Turning: {error}")):
+        await engine.generate([1, 2, 3], Sampling(temperature=1.0, max_tokens=3))
+
+
+async def test_an_engine_must_have_the_new_version_and_may_lose_an_episode(models: dict[str, Path]) -> None:
+    engine = await open_engine(EngineConfig(kind=f"{HERE}:Turning", options={"how": "lose"}), models["qwen3"])
+    with pytest.raises(EngineError, match="lost"):
+        await engine.generate([1, 2, 3], Sampling(temperature=1.0, max_tokens=3))
+    with pytest.raises(ConfigError, match=r"policy_version is 0 after update_weights\(weights, 1\)"):
+        await engine.update_weights({}, 1)
 
 
 async def test_an_engine_with_fixed_weights_evaluates_but_does_not_train(models: dict[str, Path]) -> None:
