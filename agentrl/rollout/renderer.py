@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.chat.parsers import Parser
+from agentrl.chat.parsers import Parsed, Parser
 from agentrl.chat.proof import prove
 from agentrl.chat.template import Renderer
 from agentrl.config.choice import is_own
 from agentrl.config.run import RunConfig
 from agentrl.env.load import said_by
-from agentrl.errors import AgentRLError, CheckpointError, ConfigError
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError, traceback_of
 from agentrl.importing import load_object
 
 RENDERER_FILE = "renderer.json"
@@ -38,6 +38,8 @@ def load_renderer(config: RunConfig, directory: Path) -> Renderer:
         )
         if model.history == "fork":
             prove(renderer)  # whether transcripts need to check for rewritten turns
+        if own:
+            _watch(renderer.parser, f"model.parser {model.parser}")
         return renderer
     except AgentRLError:
         raise
@@ -47,6 +49,24 @@ def load_renderer(config: RunConfig, directory: Path) -> Renderer:
         raise ConfigError(
             f"model.parser {model.parser}: raised while it was tried on what the template writes: {said_by(e)}"
         ) from e
+
+
+def _watch(parser: Any, where: str) -> None:
+    """Raise ConfigError where the parser raises, or returns something else, on what a policy says."""
+    parse = parser.parse
+
+    def watched(text: str, **named: Any) -> Parsed:
+        try:
+            parsed = parse(text, **named)
+        except AgentRLError:
+            raise
+        except Exception as e:
+            raise ConfigError(f"{where}: parse raised {said_by(e)} on {text!r:.200}\n{traceback_of(e)}") from e
+        if not isinstance(parsed, Parsed):
+            raise ConfigError(f"{where}: parse must return agentrl.chat.parsers.Parsed, got {parsed!r:.200}")
+        return parsed
+
+    parser.parse = watched
 
 
 def own_parser(spec: str) -> Parser:

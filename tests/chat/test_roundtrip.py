@@ -96,6 +96,28 @@ def test_a_parser_of_ones_own_is_tried_before_the_run(tmp_path: Path, parse: str
         load_config(path)
 
 
+@pytest.mark.parametrize(
+    ("parse", "said"),
+    [
+        ('raise KeyError("late")', r"bang\.py:Bang: parse raised KeyError: 'late' .* on 'odd'"),
+        ("return text", r"bang\.py:Bang: parse must return agentrl\.chat\.parsers\.Parsed, got 'odd'"),
+    ],
+)
+def test_a_parser_of_ones_own_that_fails_later_is_one_error(tmp_path: Path, parse: str, said: str):
+    (tmp_path / "bang.py").write_text(
+        "from agentrl.chat.parsers.lists import Hunyuan\n\n\nclass Bang(Hunyuan):\n"
+        '    name = "bang"\n    blocks = (("!!CALL ", " LLAC!!"),)\n\n    def parse(self, text, **named):\n'
+        f'        if text == "odd":\n            {parse}\n        return super().parse(text, **named)\n'
+    )
+    build(tmp_path / "model", BANG)
+    path = tmp_path / "tools.yaml"
+    path.write_text("env: a:B\nmodel: {path: model, parser: bang.py:Bang}\n")
+    renderer = load_renderer(load_config(path), tmp_path / "model")
+    assert renderer.read_text("fine").content == "fine"
+    with pytest.raises(ConfigError, match=rf"(?s)model\.parser .*{said}"):
+        renderer.read_text("odd")
+
+
 def test_a_template_in_which_every_tool_conversation_is_refused_stops_the_run(tmp_path: Path):
     refusing = CHATML_TEMPLATE + (
         "{%- for m in messages %}{%- if m.role == 'tool' %}{{ raise_exception('no tools here') }}{%- endif %}{%- endfor %}"
