@@ -34,11 +34,19 @@ def configure(
         return config
     if isinstance(config, str | os.PathLike):
         return load_config(config, overrides)
-    data = _named(config)
+    given = config.get("loggers")
+    data = _named({**config, "loggers": [*map(_logger, given)]} if isinstance(given, list | tuple) else config)
     assert isinstance(data, dict)
     made = make_config(data, overrides, "the configuration")
     named = "name" in data or any(text.partition("=")[0].strip() == "name" for text in overrides)
     return made if named else made.model_copy(update={"name": ""})  # not the current folder's name
+
+
+def _logger(given: object) -> object:
+    """The name of an object that is to be a logger and may lack some of its methods; other values as they are."""
+    if given is None or callable(given) or isinstance(given, bool | int | float | str | Mapping | list | tuple):
+        return given
+    return name_object(given, factory=True)
 
 
 def _named(value: object) -> object:

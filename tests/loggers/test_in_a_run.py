@@ -157,6 +157,18 @@ def test_a_folder_with_the_name_of_a_package_is_not_the_package(
     assert installed("json")
 
 
+class Waiting:
+    """A logger that is written for another loop."""
+
+    def start(self, run: object) -> None: ...
+
+    async def metrics(self, step: int, values: object) -> None: ...
+
+    def episodes(self, step: int, rows: object) -> None: ...
+
+    def finish(self, summary: object) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("use", "options", "said"),
     [
@@ -167,6 +179,7 @@ def test_a_folder_with_the_name_of_a_package_is_not_the_package(
             "it lacks start, metrics, episodes, finish",
         ),
         ("agentrl.types:Message", {"colour": 1}, "could not be made: TypeError"),
+        (f"{__name__}:Waiting", {}, "metrics is async, and nothing would await it"),
     ],
 )
 def test_a_logger_of_your_own_is_made_before_the_run(use: str, options: dict[str, object], said: str) -> None:

@@ -24,6 +24,7 @@ import agentrl
 from agentrl import TextEnv, ToolEnv, reward, tool
 from agentrl.envs.calculator import Calculator
 from agentrl.importing import load_object, name_object
+from agentrl.reporting.loggers.make import make_loggers
 from agentrl.reporting.loggers.protocol import RunInfo, SampleEpisode
 from agentrl.run_folder.records import read_metrics
 from agentrl.sandbox import Sandbox
@@ -293,6 +294,19 @@ def test_objects_stand_in_place_of_names():
     assert name_object(Calculator) == "agentrl.envs.calculator.env:Calculator"
     assert load_object(name_object(centered)) is centered
     assert load_object(name_object(Echo)) is Echo
+
+
+def test_an_object_that_lacks_methods_of_a_logger_is_told_which():
+    class Partial:
+        def start(self, run: RunInfo) -> None: ...
+
+        def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    config = agentrl.configure(SMALL | {"env": Calculator, "loggers": [Partial(), "tensorboard"]})
+    with pytest.raises(agentrl.ConfigError, match=r"Partial is not a logger: it lacks episodes, finish"):
+        make_loggers(config.loggers)
+    with pytest.raises(agentrl.ConfigError, match=r"loggers\[0\] must be the name of a logger or a section"):
+        agentrl.configure(SMALL | {"loggers": [3]})
 
 
 def test_two_lambdas_have_two_names():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Sequence
 
 from agentrl.config.loggers import LOGGERS, LoggerConfig
@@ -76,8 +77,10 @@ def _own(config: LoggerConfig) -> Logger:
         raise
     except Exception as e:
         raise ConfigError(f"loggers: {config.use} could not be made: {type(e).__name__}: {e}") from e
+    methods = ("start", "metrics", "episodes", "finish")
     if not isinstance(logger, Logger):
-        methods = ("start", "metrics", "episodes", "finish")
         missing = ", ".join(name for name in methods if not hasattr(logger, name))
         raise ConfigError(f"loggers: {config.use} is not a logger: it lacks {missing} (docs/loggers.md)")
+    if waiting := [name for name in methods if inspect.iscoroutinefunction(getattr(logger, name))]:
+        raise ConfigError(f"loggers: {config.use}: {waiting[0]} is async, and nothing would await it")
     return logger
