@@ -34,6 +34,7 @@ from agentrl.env.toolenv.observe import error_text
 from agentrl.env.toolenv.rewards import LARGEST, BadReward, check_number
 from agentrl.env.toolenv.threads import CallTimeout, ToolRaised
 from agentrl.errors import (
+    AgentRLError,
     ConfigError,
     EngineError,
     EnvError,
@@ -339,7 +340,7 @@ async def reset_env(env: Env, episode: OpenEpisode) -> Sequence[Message]:
     """
     episode.status.now("env.reset")
     try:
-        observation, _ = await no_exit(env.reset(episode.task))
+        observation = _opening(await no_exit(env.reset(episode.task)))
     except Exception as e:
         check_clock(episode.clock)
         cause = raised(e)
@@ -351,6 +352,33 @@ async def reset_env(env: Env, episode: OpenEpisode) -> Sequence[Message]:
         raise InfraError(text) from e
     check_clock(episode.clock)
     return [clean_message(message) for message in observation]
+
+
+async def opening_messages(env: Env, task: Task) -> Sequence[Message]:
+    """The opening messages of a task, outside of an episode.
+
+    Raises:
+        AgentRLError: raised by the env.
+        ConfigError: its `reset` raised something else, or returned no messages.
+    """
+    try:
+        return _opening(await no_exit(env.reset(task)))
+    except Exception as e:
+        cause = raised(e)
+        if isinstance(cause, AgentRLError):
+            raise cause from (None if cause is e else e)
+        if is_ours(env, "reset"):
+            raise
+        where = f"task {task.id}: {type(env).__name__}.reset"
+        raise ConfigError(f"{where}: {error_text(cause)}\n{traceback_of(cause)}") from e
+
+
+def _opening(found: Any) -> Sequence[Message]:
+    """The messages that a reset returned. Raises TypeError if it returned something else."""
+    messages, _ = found if isinstance(found, Sequence) and len(found) == 2 else (None, None)
+    if isinstance(messages, Sequence) and all(isinstance(message, Message) for message in messages):
+        return messages
+    raise TypeError(f"it returned {shorten(found)}; return (messages, info)")
 
 
 async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -> Sequence[Message]:

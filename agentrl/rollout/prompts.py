@@ -14,7 +14,7 @@ from agentrl.env.stand_in import with_stand_in
 from agentrl.errors import AgentRLError, ConfigError, InfraError
 from agentrl.reporting.report import Reporter
 from agentrl.rollout.content import Content
-from agentrl.rollout.lifecycle import CLOSE_TIMEOUT_S, close_env
+from agentrl.rollout.lifecycle import CLOSE_TIMEOUT_S, close_env, opening_messages
 from agentrl.types import Task
 
 MOST_TASKS = 100_000
@@ -141,7 +141,7 @@ async def prompt_tokens(content: Content, task: Task, renderer: Renderer) -> int
 async def _measure(content: Content, task: Task, renderer: Renderer) -> int:
     env = with_stand_in(content.make_env())
     try:
-        messages, _ = await env.reset(task)
+        messages = await opening_messages(env, task)
         transcript = Transcript(renderer, env.tools)
         transcript.extend(messages)
         return len(transcript.ids)

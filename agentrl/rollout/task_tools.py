@@ -10,7 +10,7 @@ from agentrl.env.env import Env
 from agentrl.env.stand_in import with_stand_in
 from agentrl.env.toolenv.env import ToolEnv
 from agentrl.errors import InfraError
-from agentrl.rollout.lifecycle import CLOSE_TIMEOUT_S, close_env
+from agentrl.rollout.lifecycle import CLOSE_TIMEOUT_S, close_env, opening_messages
 from agentrl.types import Task, ToolSchema
 
 ASKED = 8
@@ -33,7 +33,7 @@ async def task_tools(make_env: Callable[[], Env], tasks: Sequence[Task]) -> list
     for task in [tasks[i] for i in range(min(ASKED, len(tasks)))]:
         env = with_stand_in(make_env())
         try:
-            await env.reset(task)
+            await opening_messages(env, task)
             schemas = env.tools
         except InfraError:  # a service of the env may be down temporarily
             schemas = make_env().tools

@@ -24,7 +24,9 @@ from agentrl.env.toolenv.threads import ToolRaised
 from agentrl.errors import ConfigError, EnvError, InfraError, JudgeAnswerError, JudgeError
 from agentrl.rollout.episode import Player
 from agentrl.rollout.group import GroupPlayer
+from agentrl.rollout.lifecycle import opening_messages
 from agentrl.rollout.limits import EpisodeLimits
+from agentrl.rollout.task_tools import task_tools
 from agentrl.sandbox import SandboxBroken
 from agentrl.sandbox.errors import SandboxDied
 from agentrl.testing.engine import ScriptedEngine
@@ -282,6 +284,33 @@ async def test_a_number_that_cannot_be_averaged_is_a_fault(renderer: Renderer, m
         assert "Odd.step returned the reward " in episode.faults["step"]
         assert " and the metric 'odd' = " in episode.faults["step"]
     assert "odd" not in episode.metrics
+
+
+@pytest.mark.parametrize("value", [None, [Message("user", "Hi")], ("text", {}), ([{"role": "user"}], {})])
+async def test_an_opening_of_another_form_is_an_error_that_names_the_method(renderer: Renderer, value: Any):
+    class Odd(Plain):
+        async def reset(self, task: Task) -> Any:
+            return value
+
+        tools = ()
+
+    with pytest.raises(InfraError, match=r"Odd\.reset: TypeError: it returned .*; return \(messages, info\)"):
+        await GroupPlayer(player(renderer, Odd), 1, 0).play(Task("t"), "s", 0)
+    with pytest.raises(ConfigError, match=r"task t: Odd\.reset: TypeError: it returned "):
+        await task_tools(Odd, [Task("t")])
+    with pytest.raises(ConfigError, match=r"task t: Odd\.reset: TypeError: it returned "):
+        await opening_messages(Odd(), Task("t"))
+
+
+async def test_an_exception_before_the_run_is_one_error_with_its_place():
+    class Raises(Plain):
+        async def reset(self, task: Task) -> Any:
+            raise KeyError("no such game")
+
+    with pytest.raises(
+        ConfigError, match=r"(?s)task t: Raises\.reset: KeyError: 'no such game'.*test_env_hooks\.py"
+    ):
+        await opening_messages(Raises(), Task("t"))
 
 
 @pytest.mark.parametrize(
