@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from agentrl.cli.options import Overrides, client_secret
+from agentrl.cli.options import client_secret, keys_set
+from agentrl.errors import ConfigError
 from agentrl.extras import require
 from agentrl.sigterm import set_at_end
 
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Offer an environment to other trainers.")
 
+Overrides = Annotated[
+    list[str],
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a key of the env, its data or its limits, e.g. `--set env.options.size=500`. Repeatable.",
+        show_default=False,
+    ),
+]
 EnvTarget = Annotated[
     str,
     typer.Argument(
@@ -147,12 +157,18 @@ def run_config(target: str, env: str | None, overrides: list[str]) -> RunConfig:
     """The configuration that a YAML file, a run folder or the name of an env stands for.
 
     Raises:
-        ConfigError: there is no such env, or an override is wrong.
+        ConfigError: there is no such env, or an override is wrong or has no effect on the env.
     """
     from agentrl.cli.eval import of_env
     from agentrl.config import load_config
     from agentrl.config.load import make_config
 
+    for text in overrides:
+        if not all(map(_counts, keys_set(text))):
+            raise ConfigError(
+                f"--set {text}: has no effect on serving an env; only the keys of `env` and `data`, `seed`, "
+                "rollout.max_turns and rollout.timeout_s do, also under `envs.NAME`"
+            )
     path = Path(target)
     if (path / "config.yaml").is_file():
         return of_env(load_config(path / "config.yaml", overrides, check_paths=False), env)
@@ -160,6 +176,19 @@ def run_config(target: str, env: str | None, overrides: list[str]) -> RunConfig:
         return of_env(load_config(path, overrides), env)
     bare = {"name": "env", "model": {"tiny": {}}}
     return of_env(make_config(bare, [f"env.use={target}", *overrides], target), env)
+
+
+def _counts(loc: tuple[str, ...]) -> bool:
+    """Whether a key can change what is served: the env, its tasks or the limits of an episode."""
+    from agentrl.config.run import EnvConfig
+
+    if loc[0] == "envs":
+        return len(loc) < 3 or loc[2] in EnvConfig.model_fields or _counts(loc[2:])
+    if loc[0] == "rollout":
+        return loc in (("rollout", "max_turns"), ("rollout", "timeout_s"))
+    return loc[0] in ("env", "seed") or (
+        loc[0] == "data" and loc[1:2] not in (("sampler",), ("overlong_prompts",))
+    )
 
 
 def _source(target: str, env: str | None, overrides: list[str], max_turns: int | None) -> EnvSource:

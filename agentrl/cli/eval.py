@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.options import PlayOverrides, check_effect, policy_folder, trained_by
+from agentrl.cli.options import PlayOverrides, check_effect, given_options, keys_set, policy_folder, trained_by
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -110,8 +110,14 @@ Compare = Annotated[
     typer.Option(metavar="A B", help="Compare two finished evaluations task by task.", show_default=False),
 ]
 
+_INSTEAD = {
+    f"eval.{key}": f"--{key.replace('_', '-')}" for key in ("attempts", "temperature", "top_p", "top_k", "min_p")
+}
+"""Options that do what these keys do in training."""
+
 
 def evaluate(
+    context: typer.Context,
     target: Target = None,
     env: EnvName = None,
     tasks: Tasks = None,
@@ -149,8 +155,11 @@ def evaluate(
     from agentrl.reporting.safe_console import SafeConsole
 
     if compare is not None:
-        if target is not None or base_url is not None:
-            raise ConfigError("--compare takes the folders of two evaluations and plays nothing: drop the rest")
+        if rest := [each for each in given_options(context) if each != "--compare"]:
+            raise ConfigError(
+                "--compare takes the folders of two evaluations and plays nothing: drop the rest "
+                f"({', '.join(rest)})"
+            )
         from agentrl.eval.compare import compare as compare_folders
         from agentrl.eval.tables import comparison_text
 
@@ -159,6 +168,8 @@ def evaluate(
     bounds = _bounds(minimum, attempts)
     endpoint = _endpoint(base_url, model, api_key_env, request)
     prices = _prices(price_prompt, price_completion, price_cached, endpoint)
+    if temperature is not None or attempts == 1:
+        _check_training_temperature(overrides)
     subject, config, base = find(target, env, overrides, endpoint)
 
     from agentrl.eval.evaluate import EvalOptions, default_folder, make_spec
@@ -221,6 +232,8 @@ def find(
             f"{str(target).replace(':/', '://', 1)}: is a URL, not a folder; give it with --base-url, the model "
             "there with --model, and the env with --env module:Class, a run folder or a YAML file"
         )
+    if target.is_dir():
+        check_effect(overrides, "eval FOLDER", f"on an evaluation of {target}, which has the weights")
     target = policy_folder(target)
     if (folder := trained_by(target)) is not None:
         config = of_env(load_config(folder / "config.yaml", changes, check_paths=False), env)
@@ -274,9 +287,16 @@ def of_env(config: RunConfig, env: str | None) -> RunConfig:
 
 def _check_overrides(overrides: list[str], endpoint: Endpoint | None) -> None:
     """Check that every flag has an effect here. Raises ConfigError."""
-    check_effect(overrides, "eval", "on an evaluation")
+    check_effect(overrides, "eval", "on an evaluation", _INSTEAD)
     if endpoint is not None:
         check_effect(overrides, "eval --base-url", f"with --base-url {endpoint.address}")
+
+
+def _check_training_temperature(overrides: list[str]) -> None:
+    """Raises ConfigError for that of training, which only several attempts without a --temperature take."""
+    for text in overrides:
+        if ("rollout", "temperature") in keys_set(text):
+            raise ConfigError(f"--set {text}: has no effect on this evaluation; use --temperature")
 
 
 def _bare(model: str, changes: list[str], *, exists: bool = True) -> RunConfig:

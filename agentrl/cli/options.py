@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -122,12 +123,15 @@ def new_file(path: Path, *, overwrite: bool = False) -> Path:
     return path
 
 
-def check_effect(overrides: Sequence[str], command: Command, what: str) -> None:
+def check_effect(
+    overrides: Sequence[str], command: Command, what: str, instead: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Check that every `--set` has an effect for a command that only samples from a policy.
 
     Args:
         command: the name under which keys declare that they have no effect.
         what: where an effect was expected, for errors: `on serving`.
+        instead: options that do what the key would.
 
     Raises:
         ConfigError: one of them has no effect.
@@ -136,13 +140,45 @@ def check_effect(overrides: Sequence[str], command: Command, what: str) -> None:
     from agentrl.config.schema import field_at
 
     for text in overrides:
-        loc = tuple(part.strip() for part in text.partition("=")[0].split("."))
-        for end in range(1, len(loc) + 1):
-            field = field_at(loc[:end])
-            if field is not None and any(command in fact.commands for fact in facts(field, UnusedBy)):
-                why = ", which updates no weights" if end > 1 else ""
-                key = ".".join(loc[:end])
-                raise ConfigError(f"--set {text}: `{key}` has no effect {what}{why}; leave it out")
+        for loc in keys_set(text):
+            for end in range(1, len(loc) + 1):
+                field = field_at(loc[:end])
+                unused = {each for fact in facts(field, UnusedBy) for each in fact.commands} if field else ()
+                if command in unused:
+                    key = ".".join(loc[:end])
+                    why = ", which updates no weights" if end > 1 and {"eval", "serve"} <= {*unused} else ""
+                    remedy = f"use {instead[key]}" if key in instead else "leave it out"
+                    raise ConfigError(f"--set {text}: `{key}` has no effect {what}{why}; {remedy}")
+
+
+def keys_set(override: str) -> Iterator[tuple[str, ...]]:
+    """The location of each key that one `--set a.b=c` sets; several where its value is a section.
+
+    Raises:
+        ConfigError: the value is not YAML.
+    """
+    from agentrl.config.source import read_value
+
+    key, _, value = override.partition("=")
+
+    def below(loc: tuple[str, ...], given: object) -> Iterator[tuple[str, ...]]:
+        if not isinstance(given, dict) or not given:
+            yield loc
+            return
+        for name, inner in given.items():
+            yield from below((*loc, name), inner)
+
+    return below(tuple(part.strip() for part in key.split(".")), read_value(value, f"--set {override}"))
+
+
+def given_options(context: typer.Context) -> list[str]:
+    """The options that the command line gives, by their long names, also where the value is the default."""
+
+    def given(name: str) -> bool:
+        source = context.get_parameter_source(name)
+        return source is not None and source.name == "COMMANDLINE"
+
+    return [max(param.opts, key=len) for param in context.command.params if param.name and given(param.name)]
 
 
 def client_secret(host: str, name: str | None, option: str, what: str, server: str) -> str | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl.cli.options import keys_set
 from agentrl.errors import ConfigError
 from agentrl.extras import require
 from agentrl.plural import plural
@@ -85,8 +86,11 @@ def _config(run: Path, env: str | None, overrides: Sequence[str]) -> RunConfig:
     from agentrl.config import load_config
 
     for text in overrides:
-        if text.partition(".")[0].strip() not in ("env", "envs", "reward_model"):
-            raise ConfigError(f"--set {text}: has no effect on rewards; only keys under `env` or `envs` do")
+        if not all(map(_counts, keys_set(text))):
+            raise ConfigError(
+                f"--set {text}: has no effect on rewards; only the keys of `env` do, also under `envs.NAME`, and "
+                "reward_model=null, which leaves out the recorded scores"
+            )
     config = load_config(run / "config.yaml", check_paths=False)
     changes = []
     if env is not None:
@@ -97,6 +101,14 @@ def _config(run: Path, env: str | None, overrides: Sequence[str]) -> RunConfig:
         key = f"envs.{name}" if config.envs else "env"
         changes = [f"{key}.use={use if config.envs else env}"]
     return load_config(run / "config.yaml", [*changes, *overrides], check_paths=False)
+
+
+def _counts(loc: Sequence[str]) -> bool:
+    """Whether a key can change a reward that is computed again: the score of a reward model is not."""
+    from agentrl.config.run import EnvConfig
+
+    several = loc[0] == "envs" and (len(loc) < 3 or loc[2] in EnvConfig.model_fields)
+    return several or loc[0] == "env" or tuple(loc) == ("reward_model",)
 
 
 def _json(episode: RescoredEpisode) -> dict[str, object]:

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.cli.options import PlayOverrides, check_effect, client_secret, policy_folder, trained_by
+from agentrl.cli.options import (
+    PlayOverrides,
+    check_effect,
+    client_secret,
+    given_options,
+    policy_folder,
+    trained_by,
+)
 from agentrl.errors import ConfigError, TemplateError
 from agentrl.extras import require
 from agentrl.sigterm import set_at_end
@@ -23,11 +30,12 @@ if TYPE_CHECKING:
     from agentrl.engine.base import Engine
     from agentrl.serve.endpoint import Settings
 
-MAX_REQUESTS = 256
-MEMORY_TOKENS = 4_000_000
+_NOT_RECORDED = frozenset({"--model-name", "--accept-any-model", "--max-requests", "--memory-tokens"})
+"""Options without effect on a recording: episodes accept any model name and have no such limits."""
 
 
 def serve(
+    context: typer.Context,
     target: Annotated[
         Path,
         typer.Argument(
@@ -57,11 +65,11 @@ def serve(
     accept_any_model: Annotated[bool, typer.Option("--accept-any-model", help="Accept any model name.")] = False,
     max_requests: Annotated[
         int, typer.Option(min=1, help="Maximum concurrent completions; further requests get 429.")
-    ] = MAX_REQUESTS,
+    ] = 256,
     memory_tokens: Annotated[
         int,
         typer.Option(min=1, help="Tokens of past turns to keep, so that conversations continue token for token."),
-    ] = MEMORY_TOKENS,
+    ] = 4_000_000,
     record: Annotated[
         Path | None,
         typer.Option(
@@ -85,8 +93,9 @@ def serve(
     from agentrl.reporting.display import quiet_transformers
     from agentrl.serve.endpoint import Settings
 
-    if record is not None:
-        _refuse_idle(model_name, accept_any_model, max_requests, memory_tokens)
+    for option in given_options(context) if record is not None else ():
+        if option in _NOT_RECORDED:
+            raise ConfigError(f"{option} has no effect with --record")
     key, policy = client_secret(host, api_key_env, "--api-key-env", "key", "endpoint"), _find(target, overrides)
     names, fingerprint = tuple(model_name) or (policy.name,), f"fp_{policy.digest}"
     settings = Settings(names, accept_any_model, key, fingerprint, cors=tuple(cors))
@@ -97,22 +106,6 @@ def serve(
         asyncio.run(_record(policy, settings, host, port, record))
         return
     asyncio.run(_serve(policy, settings, host, port, max_requests, memory_tokens))
-
-
-def _refuse_idle(model_name: list[str], any_model: bool, max_requests: int, memory_tokens: int) -> None:
-    """Refuse options without effect on a recording: episodes accept any model name and have no such limits.
-
-    Raises:
-        ConfigError: one is given.
-    """
-    for option, given in (
-        ("--model-name", bool(model_name)),
-        ("--accept-any-model", any_model),
-        ("--max-requests", max_requests != MAX_REQUESTS),
-        ("--memory-tokens", memory_tokens != MEMORY_TOKENS),
-    ):
-        if given:
-            raise ConfigError(f"{option} has no effect with --record")
 
 
 @dataclass(frozen=True, slots=True)

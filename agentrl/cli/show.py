@@ -71,6 +71,8 @@ def show(
     filtered = replace(query, step_min=None, step_max=None, worst_first=False) != Query()
     if filtered and episode is not None:
         raise ConfigError("--episode: names one episode; leave out the filters")
+    if worst and episode is not None:
+        raise ConfigError("--worst has no effect with --episode, which names one episode")
     steps = recorded_steps(run)
     if not steps:
         raise CheckpointError(f"{run}: {_why_nothing(run)}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.cli.options import no_run
+from agentrl.cli.options import given_options, no_run
 from agentrl.errors import ConfigError
 from agentrl.extras import require
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def view(
+    context: typer.Context,
     paths: Annotated[
         list[Path] | None,
         typer.Argument(metavar="[RUN|FOLDER]...", help="Run folders, or folders with runs. [default: runs]"),
@@ -46,14 +47,21 @@ def view(
 
     from agentrl.run_folder.run_reader import find_runs
 
+    for option in given_options(context):
+        if export is None and option == "--redact":
+            raise ConfigError(
+                "--redact: has an effect with --export only; the page on this machine shows everything"
+            )
+        if export is None and option in ("--steps", "--episodes"):
+            raise ConfigError(f"{option}: has an effect with --export only; the page shows all of a run")
+        if export is not None and option in ("--port", "--open"):
+            raise ConfigError(f"{option} has no effect with --export, which writes the page and serves nothing")
     given = paths or [Path("runs")]
     for path in given:
         if not path.is_dir():
             raise ConfigError(f"{path}: no such folder; name a run, or a folder with runs")
     if paths and not find_runs(given):
         raise no_run(", ".join(map(str, given)))
-    if redact and export is None:
-        raise ConfigError("--redact: has an effect with --export only; the page on this machine shows everything")
     if export is not None:
         from agentrl.view.export import Extent
         from agentrl.view.export import export as write

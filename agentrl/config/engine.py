@@ -47,7 +47,7 @@ class ServerConfig(Section):
     """Additional command-line arguments for the server."""
     environment: Annotated[dict[str, str], NeverWith("urls"), Advanced()] = Field(default_factory=dict)
     """Additional environment variables for the server."""
-    grammars: Annotated[bool, NeverWith("urls"), OnlyWhen("kind", "sglang"), Advanced()] = False
+    grammars: Annotated[bool, NeverWith("urls"), OnlyWhen("kind", "sglang"), UnusedBy("serve"), Advanced()] = False
     """Start SGLang with its tokenizer, which its grammars need: for an agent that forces calls or JSON answers.
     `agentrl serve` always does."""
     start_timeout_s: Annotated[Seconds, Advanced()] = 600.0

@@ -54,22 +54,22 @@ class EvalSetConfig(Section):
 class EvalConfig(Section):
     """Evaluation on held-out tasks: greedy by default, or sampled as a deployment would."""
 
-    every: Count = 0
+    every: Annotated[Count, UnusedBy("eval")] = 0
     """Steps between evaluations; 0 evaluates only before and after training."""
     tasks: Positive = 200
     """Number of held-out tasks."""
-    before_training: bool = True
+    before_training: Annotated[bool, UnusedBy("eval")] = True
     """Also evaluate before the first step."""
-    attempts: Annotated[int, Field(gt=0, le=65_536)] = 1
+    attempts: Annotated[int, Field(gt=0, le=65_536), UnusedBy("eval")] = 1
     """Episodes per held-out task. With more than one, `held_out` is the mean over all of them, `held_out_pass` the
     share of tasks solved at least once (pass@n), and `held_out_pass@k` the estimate for k = 2, 4, ... below n."""
-    temperature: EvalTemperature = 0.0
+    temperature: Annotated[EvalTemperature, UnusedBy("eval")] = 0.0
     """Sampling temperature; 0 is greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1), NeverWhen("temperature", 0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1), NeverWhen("temperature", 0), UnusedBy("eval")] = 1.0
     """Nucleus sampling: keep the most likely tokens up to this cumulative probability; 1 disables it."""
-    top_k: Annotated[Count, NeverWhen("temperature", 0)] = 0
+    top_k: Annotated[Count, NeverWhen("temperature", 0), UnusedBy("eval")] = 0
     """Sample from this many of the most likely tokens; 0 disables it."""
-    min_p: Annotated[float, Field(ge=0, lt=1), NeverWhen("temperature", 0)] = 0.0
+    min_p: Annotated[float, Field(ge=0, lt=1), NeverWhen("temperature", 0), UnusedBy("eval")] = 0.0
     """Sample from tokens with at least this fraction of the largest probability; 0 disables it."""
     background: Annotated[bool, UnusedBy("eval", "serve"), Advanced()] = False
     """Evaluate while training continues: a second engine keeps the weights of the evaluated step. Needs memory for

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-Command = Literal["eval", "eval --base-url", "serve"]
+Command = Literal["eval", "eval FOLDER", "eval --base-url", "serve"]
 
 
 @dataclass(frozen=True, slots=True)

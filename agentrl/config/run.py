@@ -72,10 +72,10 @@ class TinyModel(Section):
 class ModelConfig(Section):
     """The policy to train: a Hugging Face directory, or a tiny model created for the run."""
 
-    path: Annotated[str | None, PathTo("folder", hub=True)] = None
+    path: Annotated[str | None, PathTo("folder", hub=True), UnusedBy("eval FOLDER", "serve")] = None
     """Directory with config.json, weights, tokenizer.json and a chat template, relative to the YAML file; or a
     Hugging Face id (`Qwen/Qwen3-0.6B`, `...@revision`) in the local cache (nothing is downloaded)."""
-    tiny: TinyModel | None = None
+    tiny: Annotated[TinyModel | None, UnusedBy("eval FOLDER", "serve")] = None
     """Make a tiny model instead of loading one."""
     chat_template: Annotated[str | None, PathTo("file", names=("chatml",))] = None
     """Chat template file that replaces the tokenizer's template."""
@@ -191,9 +191,9 @@ class DataConfig(Section):
     """Maps arguments of `setup` to column names if they differ: `{prompt: question}`."""
     options: Annotated[dict[str, object], NeverWith("train")] = Field(default_factory=dict)
     """Keyword arguments for the env's `tasks` generator."""
-    sampler: SamplerConfig = SamplerConfig()
+    sampler: Annotated[SamplerConfig, UnusedBy("eval")] = SamplerConfig()
     """The order of tasks."""
-    overlong_prompts: Literal["refuse", "drop"] | None = None
+    overlong_prompts: Annotated[Literal["refuse", "drop"] | None, UnusedBy("eval --base-url")] = None
     """Render all prompts at startup and refuse to run if one leaves no room to answer, or drop such tasks."""
 
 
@@ -251,9 +251,9 @@ class WarmupConfig(Section):
 class RolloutConfig(Section):
     """How episodes are sampled."""
 
-    groups_per_step: Annotated[int, Field(gt=0, le=65_536)] = 32
+    groups_per_step: Annotated[int, Field(gt=0, le=65_536), UnusedBy("eval")] = 32
     """Tasks per step."""
-    group_size: Annotated[int, Field(gt=0, le=65_536)] = 8
+    group_size: Annotated[int, Field(gt=0, le=65_536), UnusedBy("eval")] = 8
     """Group size: episodes per task, whose rewards are compared with one another."""
     temperature: Annotated[float, Field(ge=COLDEST, le=HOTTEST)] = 1.0
     """Sampling temperature; the learner divides its logits by the same value."""
@@ -265,21 +265,23 @@ class RolloutConfig(Section):
     """Maximum tokens of the whole episode: prompt, completions and observations, of all its branches."""
     timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Wall-clock limit per episode."""
-    compact: Annotated[CompactConfig | None, NeverWith("agent"), Advanced()] = None
+    compact: Annotated[CompactConfig | None, NeverWith("agent"), UnusedBy("eval --base-url"), Advanced()] = None
     """Shorten the conversation when the context fills up; by default the episode ends."""
-    tokenization_check: Literal["strict", "ignore_strippable", "disable"] = "ignore_strippable"
-    """Compare each episode's token ids with a new rendering; episodes that fail are excluded from training."""
-    tokenization_stop_above: Annotated[Fraction | None, NeverWhen("tokenization_check", "disable"), Advanced()] = (
-        0.2
+    tokenization_check: Annotated[Literal["strict", "ignore_strippable", "disable"], UnusedBy("eval")] = (
+        "ignore_strippable"
     )
+    """Compare each episode's token ids with a new rendering; episodes that fail are excluded from training."""
+    tokenization_stop_above: Annotated[
+        Fraction | None, NeverWhen("tokenization_check", "disable"), UnusedBy("eval"), Advanced()
+    ] = 0.2
     """Stop the run above this fraction of failed episodes, once it has seen 20; `null` never stops it."""
-    overlong: Literal["train", "mask", "penalise"] = "train"
+    overlong: Annotated[Literal["train", "mask", "penalise"], UnusedBy("eval")] = "train"
     """Episodes cut by a limit: trained with their reward, kept out of the loss, or trained with less reward."""
-    overlong_penalty: Annotated[float, Field(gt=0), OnlyWhen("overlong", "penalise")] = 0.5
+    overlong_penalty: Annotated[float, Field(gt=0), OnlyWhen("overlong", "penalise"), UnusedBy("eval")] = 0.5
     """Subtracted from the reward of such an episode; logged as the reward `overlong`."""
-    refill_zero_signal: Count = 0
+    refill_zero_signal: Annotated[Count, UnusedBy("eval")] = 0
     """Maximum number of zero-variance groups per step that are replaced by new ones."""
-    env_shares: Annotated[Literal["fixed", "solve_rate"], OnlyWith("envs")] = "fixed"
+    env_shares: Annotated[Literal["fixed", "solve_rate"], OnlyWith("envs"), UnusedBy("eval")] = "fixed"
     """Keep the shares of the envs, or weigh them by recent solve rates: an env solved half the time has its full
     weight, one that is always or never solved a tenth of it."""
     infra_retries: Annotated[Count, OnResume("free"), Advanced()] = 2
@@ -290,16 +292,16 @@ class RolloutConfig(Section):
     faults_stop_above: Annotated[Fraction | None, OnResume("free"), Advanced()] = 0.5
     """Stop the run if the same reward (or the env itself) raised in more than this fraction of the last 1,000
     episodes, once there are 20 of them; below it, such a reward counts as 0. `null` never stops it."""
-    max_staleness: Count = 0
+    max_staleness: Annotated[Count, UnusedBy("eval")] = 0
     """Maximum staleness of an episode's weights in optimizer steps: 0 is synchronous, 1 samples one step ahead,
     more is asynchronous. A group starts only if the bound can be met; no group is dropped for it."""
-    groups_ahead: Annotated[Count | None, NeverWhen("max_staleness", 0), Advanced()] = None
+    groups_ahead: Annotated[Count | None, NeverWhen("max_staleness", 0), UnusedBy("eval"), Advanced()] = None
     """Maximum groups in flight beyond those of the next step; by default those of `max_staleness` steps. Fewer
     means fresher data; quick groups may train before slow ones (over-sampling), and the rest train later."""
-    workers: Annotated[Count, NeverWith("agent"), OnResume("free")] = 0
+    workers: Annotated[Count, NeverWith("agent"), OnResume("free"), UnusedBy("eval")] = 0
     """Ray actors that run episodes, so that tokenization, tools and rewards use several cores; 0 runs them in the
     training process. An actor that dies is replaced and its episodes are replayed."""
-    note_after_s: Annotated[float, Field(gt=0), OnResume("free"), Advanced()] = 120.0
+    note_after_s: Annotated[float, Field(gt=0), OnResume("free"), UnusedBy("eval"), Advanced()] = 120.0
     """How long a step waits for episodes before a warning names the oldest one and what it is waiting for."""
 
     @model_validator(mode="after")
@@ -454,7 +456,7 @@ class CheckpointConfig(Section):
 class RolloutOfEnv(Section):
     """Settings of `rollout` that differ for the episodes of one env; null takes the run's."""
 
-    group_size: Annotated[int, Field(gt=0, le=65_536)] | None = None
+    group_size: Annotated[Annotated[int, Field(gt=0, le=65_536)] | None, UnusedBy("eval")] = None
     """Group size."""
     max_turns: Positive | None = None
     """Maximum completions per episode."""
@@ -464,7 +466,7 @@ class RolloutOfEnv(Section):
     """Maximum tokens of the whole episode."""
     timeout_s: Annotated[float, Field(gt=0)] | None = None
     """Wall-clock limit per episode."""
-    refill_zero_signal: Count | None = None
+    refill_zero_signal: Annotated[Count | None, UnusedBy("eval")] = None
     """Maximum number of this env's zero-variance groups per step that are replaced."""
 
 
@@ -483,15 +485,15 @@ class AlgorithmOfEnv(Section):
 class EnvOfMixture(EnvConfig):
     """One of several environments; the keys of `env`, and these."""
 
-    share: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    share: Annotated[float, Field(gt=0, le=1e6), UnusedBy("eval")] = 1.0
     """Its share of the prompts, relative to the shares of the others."""
     data: DataConfig = DataConfig()
     """The env's tasks, in the same form as a run's `data`."""
     rollout: RolloutOfEnv = RolloutOfEnv()
     """Settings of `rollout` that differ for this env."""
-    algorithm: AlgorithmOfEnv = Field(default_factory=AlgorithmOfEnv)
+    algorithm: Annotated[AlgorithmOfEnv, UnusedBy("eval")] = Field(default_factory=AlgorithmOfEnv)
     """Settings of `algorithm` that differ for this env."""
-    teacher: Annotated[TeacherOfEnv | None, OnResume("fixed"), Advanced()] = None
+    teacher: Annotated[TeacherOfEnv | None, OnResume("fixed"), UnusedBy("eval"), Advanced()] = None
     """The env's teacher, on a server; by default the run's `teacher`."""
     eval: Annotated[EvalConfig | None, OnResume("free")] = None
     """Its evaluation: interval, number of tasks, attempts and sampling; by default the run's `eval`."""

@@ -137,6 +137,7 @@ def test_a_row_stays_on_one_line_of_80_columns(capsys, calc: Path):
         (("--grep", "a\udcff"), r"--grep 'a\udcff': not UTF-8; look for a part of it that is"),
         (("--episode", "s1/g0/e0", "--tool", "web"), "leave out the filters"),
         (("--episode", f"s{'9' * 5000}/g0/e0"), "not in any step of"),
+        (("--episode", "s1/g0/e0", "--worst"), "--worst has no effect with --episode"),
     ],
 )
 def test_show_refuses_what_no_episode_can_pass(capsys, calc: Path, words: tuple[object, ...], said: str):

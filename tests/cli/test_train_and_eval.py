@@ -347,6 +347,21 @@ def test_what_eval_plays(trained: Path, tmp_path: Path, monkeypatch: pytest.Monk
         (["r", "--min", "solved=.nan"], "the bound must be a finite number"),
         (["r", "--min", "loss=0.5"], "the names are solved, reward, reward/NAME, pass@K and pass^K"),
         (["r", "--compare", "a", "b"], "plays nothing: drop the rest"),
+        (["--compare", "a", "b", "--min", "solved=0.5"], "plays nothing: drop the rest (--min)"),
+        (["--compare", "a", "b", "-k", "1"], "plays nothing: drop the rest (--attempts)"),
+        *(
+            ([".", "--env", "a:B", "--set", f"{key}={value}"], f"--set {key}={value}: `{unused}` has no {text}")
+            for key, value, unused, text in (
+                ("eval.temperature", "0.7", "eval.temperature", "effect on an evaluation; use --temperature"),
+                ("eval", "{every: 2}", "eval.every", "effect on an evaluation; leave it out"),
+                ("rollout", "{max_turns: 2, group_size: 4}", "rollout.group_size", "effect on an evaluation"),
+                ("rollout.max_staleness", "1", "rollout.max_staleness", "effect on an evaluation"),
+                ("data.sampler.order", "weighted", "data.sampler", "effect on an evaluation"),
+                ("envs.a.share", "2", "envs.a.share", "effect on an evaluation"),
+                ("model.path", "x", "model.path", "effect on an evaluation of ., which has the weights"),
+            )
+        ),
+        ([".", "--set", "rollout.temperature=0.7"], "no effect on this evaluation; use --temperature"),
         ([], "name a policy: a run folder, a checkpoint, or --base-url and --model"),
         (["http://127.0.0.1:9/v1"], "http://127.0.0.1:9/v1: is a URL, not a folder; give it with --base-url"),
     ],

@@ -593,6 +593,11 @@ def test_names_fit_into_a_url():
         (["missing.yaml"], "missing.yaml"),
         (["agentrl.envs.calculator:Calculator", "--env", "math"], "--env math"),
         (["agentrl.envs.calculator:Calculator", "--set", "data.options.sizes=3"], "sizes"),
+        (
+            ["agentrl.envs.calculator:Calculator", "--set", "optim.lr=1"],
+            "optim.lr=1: has no effect on serving an env",
+        ),
+        (["agentrl.envs.calculator:Calculator", "--set", "rollout={max_tokens: 9}"], "has no effect on serving"),
     ],
 )
 def test_a_wrong_command_is_one_clear_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]):

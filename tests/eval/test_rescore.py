@@ -378,6 +378,8 @@ def test_a_judge_that_is_gone_costs_its_own_rewards_only():
     [
         (["--step", "7"], CheckpointError, "no episodes of step 7; it has steps 1 to 1"),
         (["--set", "optim.lr=1"], ConfigError, "has no effect on rewards"),
+        (["--set", "reward_model.weight=0.5"], ConfigError, "has no effect on rewards"),
+        (["--set", "envs.a.share=2"], ConfigError, "has no effect on rewards"),
         (["--env", "missing.py:Ledger"], ConfigError, "missing.py"),
         (["--set", "env.reward_weights.reachd=1"], ConfigError, "reachd"),
     ],

@@ -24,7 +24,9 @@ import numpy as np
 import pytest
 import zstandard
 from starlette.testclient import TestClient
+from typer.testing import CliRunner
 
+from agentrl.cli.app import app
 from agentrl.errors import ConfigError
 from agentrl.run_folder import search_index
 from agentrl.run_folder.history import Lineage, add_history, write_lineage
@@ -632,12 +634,18 @@ def test_metrics_follow_a_file_that_grows_is_torn_and_is_rewound(folder: Path, l
 
 
 def test_the_command_names_what_is_missing(tmp_path: Path):
-    from agentrl.cli.view import view
-
-    with pytest.raises(ConfigError, match="no such folder"):
-        view([tmp_path / "nothing"], 0, False)
-    with pytest.raises(ConfigError, match="no run is there"):
-        view([tmp_path], 0, False)
+    for words, said in (
+        ([tmp_path / "nothing"], "no such folder"),
+        ([tmp_path], "no run is there"),
+        (["--redact"], "--redact: has an effect with --export only"),
+        (["--steps", "5"], "--steps: has an effect with --export only"),
+        (["--episodes", "0"], "--episodes: has an effect with --export only"),
+        (["--export", "a.html", "--port", "0"], "--port has no effect with --export"),
+        (["--export", "a.html", "--open"], "--open has no effect with --export"),
+    ):
+        found = CliRunner().invoke(app, ["view", *map(str, words)])
+        assert isinstance(found.exception, ConfigError)
+        assert said in str(found.exception)
 
 
 @pytest.mark.parametrize("target", ["report.html", "report"])
