@@ -10,7 +10,8 @@ from agentrl.config.algorithm import ALONE, AlgorithmConfig, CriticConfig, KLCon
 from agentrl.config.choice import OwnFunction
 
 if TYPE_CHECKING:
-    from agentrl.config.run import EnvOfMixture, LearnerConfig, RunConfig
+    from agentrl.algo.parameters import Named
+    from agentrl.config.run import EnvOfMixture, LearnerConfig, OptimConfig, RunConfig
     from agentrl.config.teacher import TeacherConfig, TeacherOfEnv
 
 
@@ -38,6 +39,7 @@ def check_sections(config: RunConfig) -> None:
         _check_room(view, name)
         _check_penalties(view, name)
     _check_unrewarded(config)
+    _check_turns(config)
     _check_step(config)
     _check_places(config)
     _check_loggers(config)
@@ -316,6 +318,11 @@ def _check_unrewarded(config: RunConfig) -> None:
     algorithm = config.algorithm
     if any(view.algorithm.advantage.name != "none" for view in config.by_env.values()):
         return
+    if config.rollout.overlong == "penalise":
+        raise ValueError(
+            "rollout.overlong penalise has no effect with algorithm.advantage: none, which leaves the rewards "
+            "out: use mask, or remove it"
+        )
     own = isinstance(algorithm.loss, OwnFunction)
     averaged = own or algorithm.kl.in_loss or algorithm.entropy_coef > 0
     idle = {
@@ -334,6 +341,32 @@ def _check_unrewarded(config: RunConfig) -> None:
                 f"algorithm.{key} has no effect with algorithm.advantage: none, which leaves the policy loss "
                 "out: remove it"
             )
+
+
+def _check_turns(config: RunConfig) -> None:
+    """Credit between the turns of an episode needs several of them."""
+    for name, view in config.by_env.items():
+        advantage = view.algorithm.advantage
+        same = [each for each in config.by_env.values() if each.algorithm.advantage == advantage]
+        if any(each.rollout.max_turns > 1 for each in same):
+            continue
+        for key in _between_turns(advantage):
+            where = f"envs.{name}.algorithm.advantage" if _has_own(config, name) else "algorithm.advantage"
+            raise ValueError(
+                f"{where}.{key} has no effect with rollout.max_turns 1, where an episode has a single turn: raise "
+                "rollout.max_turns, or remove it"
+            )
+
+
+def _has_own(config: RunConfig, name: str) -> bool:
+    return name in config.envs and config.envs[name].algorithm.advantage is not None
+
+
+def _between_turns(advantage: Named | OwnFunction) -> list[str]:
+    """The parameters with which an estimator treats several turns in another way than one."""
+    per_turn = advantage.name == "turn_level" or getattr(advantage, "per", "") == "turn"
+    one_turn = {"gamma": 1.0, "lam": 1.0, "baseline": "group"}
+    return [key for key, value in one_turn.items() if per_turn and getattr(advantage, key, value) != value]
 
 
 def _check_observed(config: RunConfig) -> None:
@@ -416,15 +449,8 @@ def _check_step(config: RunConfig) -> None:
             f"optim.warmup_steps is {config.optim.warmup_steps}, and the run has {config.steps} steps: the "
             "learning rate would never reach optim.lr; lower it, or raise steps"
         )
-    if (
-        "schedule" in config.optim.written
-        and config.optim.schedule != "constant"
-        and config.optim.warmup_ratio == 1
-    ):
-        raise ValueError(
-            f"optim.schedule {config.optim.schedule} has no effect: optim.warmup_ratio 1 leaves no step in which "
-            "the learning rate falls; lower it, or remove the schedule"
-        )
+    if "schedule" in config.optim.written and config.optim.schedule != "constant":
+        _check_schedule(config.optim, config.steps)
     if critic is not None and critic.warmup_steps >= config.steps:
         raise ValueError(
             f"critic.warmup_steps is {critic.warmup_steps}, and the run has {config.steps} steps: none would "
@@ -433,6 +459,17 @@ def _check_step(config: RunConfig) -> None:
     if critic is not None:
         check_sequence_ranks(config.learner.sequence_ranks, "critic.ranks", critic.ranks)
         _check_critic(critic, algorithm)
+
+
+def _check_schedule(optim: OptimConfig, steps: int) -> None:
+    """The learning rate has to fall in some step; warmup steps by default give way to a run of few steps."""
+    whole = {"warmup_ratio": optim.warmup_ratio == 1, "warmup_steps": optim.warmup_steps == steps}
+    for key, all_steps in whole.items():
+        if all_steps and key in optim.written:
+            raise ValueError(
+                f"optim.schedule {optim.schedule} has no effect: optim.{key} {getattr(optim, key):g} leaves no "
+                "step in which the learning rate falls; lower it, or remove the schedule"
+            )
 
 
 def _check_refill(config: RunConfig, env: str, remedy: str) -> None:
@@ -480,10 +517,12 @@ def _check_places(config: RunConfig) -> None:
             f"{rollout.max_staleness}: set it to 0, or leave sleep out"
         )
     evaluation = config.eval
-    if config.agent is not None and (evaluation.top_p < 1 or evaluation.top_k or evaluation.min_p):
-        raise ValueError(
-            "eval.top_p, eval.top_k and eval.min_p do not reach the completions of an `agent`: remove them"
-        )
+    for name, each in evaluation.by_set.items() if config.agent is not None else ():
+        if each.top_p < 1 or each.top_k or each.min_p:
+            key = f"eval.sets.{name}" if name else "eval"
+            raise ValueError(
+                f"{key}.top_p, {key}.top_k and {key}.min_p do not reach the completions of an `agent`: remove them"
+            )
     _check_devices(config)
     _check_temperatures(config)
     if evaluation.background and not any(

@@ -58,7 +58,9 @@ class ServerConfig(Section):
     """Interval of health checks while a server is silent."""
     restarts: Annotated[Count, Advanced()] = 3
     """Consecutive restarts of (or waits for) a lost server that has not answered in between."""
-    sync_folder: Annotated[str | None, OnlyWhen("sync", "disk", "lora"), Advanced()] = None
+    sync_folder: Annotated[
+        str | None, PathTo("folder", made=True), OnlyWhen("sync", "disk", "lora"), Advanced()
+    ] = None
     """Folder that both the run and the servers can read; by default a temporary one."""
     bucket_mb: Annotated[Positive, OnlyWhen("sync", "tensor", "broadcast", "delta"), Advanced()] = 512
     """Megabytes of weights per transfer."""

@@ -22,11 +22,13 @@ class PathTo:
     Attributes:
         hub: it may name a model in the local Hugging Face cache instead.
         names: words with a special meaning, which are not paths.
+        made: the run makes it if it is missing.
     """
 
     kind: Literal["file", "folder"]
     hub: bool = False
     names: tuple[str, ...] = ()
+    made: bool = False
 
 
 @dataclass(frozen=True, slots=True)

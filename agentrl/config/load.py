@@ -250,11 +250,15 @@ def _path(source: Source, loc: Loc, path_to: PathTo, folder: Path, *, check: boo
     text = as_written(source.data, loc)
     if not isinstance(text, str) or text in path_to.names:
         return
+    if not text.strip():
+        problem = f"must be the path of a {path_to.kind}, {got(text)}"
+        source.problems.append(Problem(loc, problem, source.spot(loc)))
+        return
     path = _absolute(text, source.spot(loc), folder)
     if path_to.hub and not _exists(path, "folder"):
         path = cached_snapshot(text) or path
     as_written(source.data, loc[:-1])[loc[-1]] = str(path)
-    if not check or _exists(path, path_to.kind):
+    if not check or _exists(path, path_to.kind) or (path_to.made and not _exists(path, "file")):
         return
     if path_to.kind == "file" and _exists(path, "folder"):
         problem = f"must be a file, {path} is a folder; name a file in it"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from agentrl.chat.messages import MessageFormatError, read_well_formed
 from agentrl.config.address import without_credentials
+from agentrl.config.eval_config import EvalConfig
 from agentrl.config.place import located
 from agentrl.config.reward_model import RewardModelConfig
 from agentrl.config.run import RunConfig
@@ -122,18 +123,28 @@ def _eval_set(env_class: type[Env], config: RunConfig, name: str, held_out: Sequ
 
 def check_held_out(config: RunConfig, content: Content) -> None:
     """Evaluation settings require tasks. Raises ConfigError if there are none."""
-    if any(len(tasks) for c in content.by_env.values() for tasks in c.held_out_sets):
-        return
-    default = type(config.eval)()
-    keys = {f"eval.{key}": getattr(config.eval, key) for key in sorted(config.eval.written - {"sets"})}
-    given = {key: value for key, value in keys.items() if value != getattr(default, key.removeprefix("eval."))}
-    if config.checkpoint.best and "best" in config.checkpoint.written:
-        given["checkpoint.best"] = True
+    without = [name for name, part in content.by_env.items() if not any(map(len, part.held_out_sets))]
+    given: dict[str, object] = {}
+    if len(without) == len(content.by_env):
+        given = {f"eval.{key}": value for key, value in _not_default(config.eval)}
+        if config.checkpoint.best and "best" in config.checkpoint.written:
+            given["checkpoint.best"] = True
+    for name in without:
+        if name and (own := config.envs[name].eval) is not None:
+            given |= {f"envs.{name}.eval.{key}": value for key, value in _not_default(own)}
     for key, value in given.items():
+        data = f"{key.partition('.eval.')[0]}.data" if key.startswith("envs.") else "data"
         raise ConfigError(
-            f"{key} is {str(value).lower()}, and there are no held-out tasks: name a file under data.held_out, or "
-            "remove the key"
+            f"{key} is {str(value).lower()}, and there are no held-out tasks: name a file under {data}.held_out, "
+            "or remove the key"
         )
+
+
+def _not_default(settings: EvalConfig) -> Iterator[tuple[str, object]]:
+    default = type(settings)()
+    for key in sorted(settings.written - {"sets"}):
+        if (value := getattr(settings, key)) != getattr(default, key):
+            yield key, value
 
 
 def require_solved(content: Content, what: str) -> None:

@@ -351,6 +351,18 @@ class TestPaths:
         assert config.data.held_out == f"{tmp_path}/rows.jsonl"  # a flag: relative to the current folder
         assert config.name == "conf"
 
+    def test_a_folder_that_the_run_makes_is_relative_to_the_file_too(self, tmp_path: Path):
+        text = GOOD + "engine: {kind: vllm, server: {sync_folder: new/shared}}\n"
+        config = load_config(write(tmp_path, text))
+        assert config.engine.server.sync_folder == f"{tmp_path}/new/shared"
+        (tmp_path / "new").write_text("")
+        assert "must be a folder" in complaint(tmp_path, text.replace("new/shared", "new"))
+
+    @pytest.mark.parametrize("text", ["", " "])
+    def test_an_empty_path_is_not_the_folder_of_the_file(self, tmp_path: Path, text: str):
+        said = complaint(tmp_path, GOOD, f"model.path='{text}'")
+        assert f"model.path must be the path of a folder, got '{text}'" in said
+
     def test_what_is_missing_stops_with_its_place(self, tmp_path: Path):
         (tmp_path / "models").mkdir()
         (tmp_path / "shop.py").write_text("")

@@ -156,6 +156,30 @@ def test_heads_of_a_tiny_model_must_fit(sizes: dict[str, int], said: str):
             {"optim": {"schedule": "linear", "warmup_ratio": 1.0}},
             "linear has no effect: optim.warmup_ratio 1 ",
         ),
+        (
+            {"steps": 20, "optim": {"schedule": "cosine", "warmup_steps": 20}},
+            "cosine has no effect: optim.warmup_steps 20 leaves no step",
+        ),
+        (
+            {"agent": {"command": ["x"]}, "eval": {"sets": {"s": {"temperature": 1.0, "top_p": 0.9}}}},
+            "eval.sets.s.top_p, eval.sets.s.top_k and eval.sets.s.min_p do not reach",
+        ),
+        (
+            {"rollout": {"overlong": "penalise"}, "algorithm": {"advantage": "none"}, "teacher": {"path": "t"}},
+            "rollout.overlong penalise has no effect with algorithm.advantage: none",
+        ),
+        *(
+            (
+                {"rollout": {"max_turns": 1}, "algorithm": {"advantage": advantage}},
+                f"algorithm.advantage.{key} has no effect with rollout.max_turns 1",
+            )
+            for key, advantage in (
+                ("gamma", {"name": "turn_level", "gamma": 0.9}),
+                ("baseline", {"name": "turn_level", "baseline": "turn"}),
+                ("lam", {"name": "gae", "per": "turn", "lam": 0.9}),
+                ("gamma", {"name": "reinforce_plus_plus", "per": "turn", "gamma": 0.9}),
+            )
+        ),
     ],
 )
 def test_what_another_setting_makes_void_is_an_error(data: dict[str, Any], said: str):
@@ -169,6 +193,9 @@ def test_what_another_setting_makes_void_is_an_error(data: dict[str, Any], said:
         {"eval": {"background": True, "every": 1}},
         {"eval": {"background": True, "sets": {"x": {"every": 2}}}},
         {"optim": {"schedule": "cosine", "warmup_ratio": 0.5}},
+        {"optim": {"schedule": "cosine"}, "steps": 5},
+        {"rollout": {"max_turns": 1}, "algorithm": {"advantage": {"name": "gae", "gamma": 0.9}}},
+        {"rollout": {"max_turns": 2}, "algorithm": {"advantage": {"name": "turn_level", "gamma": 0.9}}},
         {"engine": {"kind": "sglang", "device": "cuda:1"}},
         {"learner": {"device": "cuda:1"}},
     ],

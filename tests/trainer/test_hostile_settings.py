@@ -17,6 +17,7 @@ from agentrl.algo.step_data import StepData
 from agentrl.config.run import AlgorithmConfig, RunConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.reporting.report import Silent
+from agentrl.rollout.content import check_held_out, load_content
 from agentrl.rollout.episode_metrics import group_has_signal
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer.algorithm import algorithm_of
@@ -299,6 +300,17 @@ def test_settings_of_an_evaluation_without_tasks_are_refused(tmp_path: Path, cha
     config = words(tmp_path, data={"train": f"{tmp_path}/rows.jsonl"}, **changes)
     with pytest.raises(ConfigError, match=f"{key} is .*, and there are no held-out tasks"):
         trained(config, tmp_path / "run")
+
+
+def test_the_evaluation_of_an_env_without_tasks_is_refused(tmp_path: Path):
+    rows, use = tmp_path / "rows.jsonl", f"{tmp_path}/envs.py:Words"
+    rows.write_text('{"number": 1}\n{"number": 2}\n')
+    with_tasks = {"use": use, "data": {"train": str(rows), "held_out": str(rows)}}
+    without = {"use": use, "data": {"train": str(rows)}, "eval": {"temperature": 1.0}}
+    config = words(tmp_path, env=None, envs={"x": with_tasks, "y": without})
+    said = r"envs\.y\.eval\.temperature is 1\.0, and there are no held-out tasks: .* envs\.y\.data\.held_out"
+    with pytest.raises(ConfigError, match=said):
+        check_held_out(config, load_content(config))
 
 
 def group(*episodes: Mapping[str, Any]) -> Group:
