@@ -74,6 +74,13 @@ class ServerConfig(Section):
         """`urls` without credentials, for messages and files."""
         return [without_credentials(url) for url in self.urls]
 
+    @field_validator("args")
+    @classmethod
+    def _no_port(cls, args: list[str]) -> list[str]:
+        if any(arg.partition("=")[0] == "--port" for arg in args):
+            raise ValueError("--port has no effect: the run gives each server a free port; remove it")
+        return args
+
     @field_validator("urls")
     @classmethod
     def _addresses(cls, urls: list[str]) -> list[str]:

@@ -280,6 +280,9 @@ def _data_path(
     texts = given if isinstance(given, list) else [given]
     if given is None or not all(isinstance(text, str) for text in texts):
         return
+    if not all(text.strip() for text in texts):
+        source.problems.append(Problem(loc, "must name files, the name of one is empty", source.spot(loc)))
+        return
     base = Path.cwd() if (spot := source.spot(loc)) is not None and spot.flag else folder
     found = [text if is_dataset_name(text, base) else str(_absolute(text, spot, folder)) for text in texts]
     as_written(source.data, loc[:-1])[loc[-1]] = found if isinstance(given, list) else "".join(found)

@@ -29,9 +29,9 @@ class RewardModelConfig(Section):
     """Directory of a Hugging Face sequence-classification model with one label and a tokenizer."""
     url: Annotated[str | None, OnlyWhen("kind", "judge", "http")] = None
     """Base URL of the chat model (`http://127.0.0.1:8000/v1`), or the endpoint of the reward server."""
-    model: Annotated[str | None, OnlyWhen("kind", "judge", "http")] = None
+    model: Annotated[Annotated[str, Field(min_length=1)] | None, OnlyWhen("kind", "judge", "http")] = None
     """Name of the model at that URL."""
-    name: str = "reward_model"
+    name: Annotated[str, Field(min_length=1)] = "reward_model"
     """Name of the reward in metrics and records."""
     weight: float = 1.0
     """Weight of the score in the episode's reward."""

@@ -46,7 +46,7 @@ from agentrl.run_folder.records import EpisodeRecord
 from agentrl.sandbox import close_pools
 from agentrl.scratch import ScratchFolder
 from agentrl.trainer.algorithm import Algorithm, algorithm_of
-from agentrl.trainer.estimator import check_penalties, make_estimator
+from agentrl.trainer.estimator import check_penalties, check_weights, make_estimator
 from agentrl.trainer.hints import check_hints, hint_of
 from agentrl.trainer.rewardless import no_reward
 from agentrl.trainer.room import too_long
@@ -105,6 +105,7 @@ def rehearsals(
     check_held_out(config, content)
     check_hints(config, content)
     check_penalties(config, content)
+    check_weights(config, content)
     check_reward_model(config.reward_model, [part.make_env() for part in content.by_env.values()])
     if config.model.path is not None:
         check_teacher_folder(config, Path(config.model.path))

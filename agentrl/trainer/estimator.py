@@ -68,6 +68,30 @@ def check_penalties(config: RunConfig, content: Content) -> None:
             )
 
 
+def check_weights(config: RunConfig, content: Content) -> None:
+    """Check the weights of parts that come from the run rather than from the env.
+
+    Raises:
+        ConfigError: the run has no such part.
+    """
+    model = config.reward_model
+    absent = {
+        "overlong": config.rollout.overlong != "penalise" and "rollout.overlong: penalise",
+        "reward_model": (model is None or model.name != "reward_model") and "a reward_model of this name",
+    }
+    for name, view in config.by_env.items():
+        advantage = view.algorithm.advantage
+        declared = content.by_env[name].make_env().declared_rewards()
+        if not isinstance(advantage, GDPO) or declared is None:
+            continue
+        for part in advantage.weights:
+            if (needed := absent.get(part)) and part not in declared:
+                where = f"envs.{name}: " if name else ""
+                raise ConfigError(
+                    f"{where}algorithm.advantage.weights.{part} has no effect without {needed}: remove it"
+                )
+
+
 def _built_in(parameters: Named) -> NamedEstimator:
     entry = ESTIMATORS[parameters.name]
     weights = parameters.weights if isinstance(parameters, GDPO) else {}

@@ -50,7 +50,7 @@ from agentrl.run_folder.store import RunStore
 from agentrl.sandbox import close_pools
 from agentrl.trainer.algorithm import algorithm_of
 from agentrl.trainer.code_check import CheckedCode, check_code
-from agentrl.trainer.estimator import check_penalties
+from agentrl.trainer.estimator import check_penalties, check_weights
 from agentrl.trainer.evaluation import EvaluationParts, check_background, make_evaluation
 from agentrl.trainer.examiner import Examiner
 from agentrl.trainer.feed import load_feed, make_admission
@@ -234,6 +234,7 @@ def _checked_content(config: RunConfig, store: RunStore, reporter: Reporter) -> 
     check_held_out(config, content)
     check_hints(config, content)
     check_penalties(config, content)
+    check_weights(config, content)
     check_reward_model(config.reward_model, [part.make_env() for part in content.by_env.values()])
     if config.model.path is not None:
         check_teacher_folder(config, Path(config.model.path))  # before a cold start, which takes time

@@ -163,6 +163,8 @@ def test_a_key_in_the_wrong_place_is_told_where_it_belongs(tmp_path: Path, text:
             "reward_model: {kind: http, url: 'http://a', model: m, low: 0.0}",
             "low has no effect unless",
         ),
+        ("reward_model: {kind: http, url: 'http://a', name: ''}", "reward_model.name must have at least 1"),
+        ("reward_model: {kind: judge, url: 'http://a', model: ''}", "reward_model.model must have at least 1"),
         ("warmup:", "4:1: warmup: the section is empty; write `warmup: {}` for the defaults or remove it"),
         ("name: " + "x" * 5000, "4:7: name must have at most 200 characters, got 'xxx"),
         ("name: ." + "x" * 5000, "4:7: name must not begin with a dot, got '.xxx"),
@@ -362,6 +364,11 @@ class TestPaths:
     def test_an_empty_path_is_not_the_folder_of_the_file(self, tmp_path: Path, text: str):
         said = complaint(tmp_path, GOOD, f"model.path='{text}'")
         assert f"model.path must be the path of a folder, got '{text}'" in said
+
+    @pytest.mark.parametrize("value", ['""', "[rows.jsonl, '']"])
+    def test_an_empty_name_of_a_file_of_rows_is_refused(self, tmp_path: Path, value: str):
+        (tmp_path / "rows.jsonl").write_text("")
+        assert "data.train must name files" in complaint(tmp_path, GOOD + f"data: {{train: {value}}}\n")
 
     def test_what_is_missing_stops_with_its_place(self, tmp_path: Path):
         (tmp_path / "models").mkdir()

@@ -40,6 +40,8 @@ URLS = ["http://127.0.0.1:1"]
             "sync_folder has no effect unless",
         ),
         ({"kind": "sglang", "sync": "disk", "server": {"bucket_mb": 1}}, "bucket_mb has no effect"),
+        ({"kind": "vllm", "server": {"args": ["--port", "80"]}}, "--port has no effect"),
+        ({"kind": "vllm", "server": {"args": ["--port=80"]}}, "--port has no effect"),
         ({"kind": "sglang", "sync": "tensor", "device": "cuda", "server": {"urls": URLS}}, "this machine only"),
         ({"kind": "vllm", "sync": "broadcast"}, "does not exist for vllm"),
         ({"sync": "lora"}, "sync has no effect unless kind is sglang or vllm"),

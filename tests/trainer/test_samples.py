@@ -6,6 +6,7 @@ import math
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from agentrl.rollout.content import load_content
 from agentrl.rollout.episode_metrics import episode_metrics
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.trainer.algorithm import Algorithm
-from agentrl.trainer.estimator import check_penalties
+from agentrl.trainer.estimator import check_penalties, check_weights
 from agentrl.trainer.samples import episode_samples, own_segments, penalised, segment_turns, to_records
 from agentrl.types import LIMITS, Episode, Group, Message, Sample, Segment, StopReason, Task, Turn
 
@@ -380,3 +381,24 @@ def test_a_policy_cannot_end_a_run_by_breaking_its_sandbox(tmp_path: Path, advan
         return check_penalties(config, load_content(config))
     with pytest.raises(ConfigError, match=r"sandbox of Boxed has death_reward=-1, and .* max_rl needs"):
         check_penalties(config, load_content(config))
+
+
+def test_a_weight_of_a_part_that_the_run_does_not_add_is_refused():
+    given = {"name": "m", "model": {"tiny": {}}, "env": "agentrl.envs.calculator:Calculator"}
+
+    def checked(part: str, **more: Any) -> None:
+        advantage = {"name": "gdpo", "weights": {part: 2.0}}
+        config = RunConfig.model_validate(given | {"algorithm": {"advantage": advantage}} | more)
+        check_weights(config, load_content(config))
+
+    scorer = {"kind": "http", "url": "http://127.0.0.1:1"}
+    for part, named in (
+        ("overlong", "rollout.overlong: penalise"),
+        ("reward_model", "a reward_model of this name"),
+    ):
+        with pytest.raises(ConfigError, match=rf"advantage\.weights\.{part} has no effect without {named}"):
+            checked(part)
+    with pytest.raises(ConfigError, match="reward_model has no effect"):
+        checked("reward_model", reward_model=scorer | {"name": "style"})
+    checked("overlong", rollout={"overlong": "penalise"})
+    checked("reward_model", reward_model=scorer)
