@@ -329,7 +329,7 @@ def _endpoint(base_url: str | None, model: str | None, api_key_env: str, request
         return None
     if model is None:
         raise ConfigError(f"--base-url {base_url}: name the model there: --model NAME")
-    endpoint = Endpoint(base_url, model, api_key_env, request=dict(_pair(text, "--request") for text in request))
+    endpoint = Endpoint(base_url, model, api_key_env, request=_pairs(request, "--request"))
     endpoint.key()
     return endpoint
 
@@ -341,6 +341,17 @@ def _pair(text: str, option: str) -> tuple[str, Any]:
     if not equals or not key:
         raise ConfigError(f"{option} {text}: write {option} KEY=VALUE")
     return key, read_value(value, f"{option} {text}")
+
+
+def _pairs(texts: list[str], option: str) -> dict[str, Any]:
+    """The values by their keys. Raises ConfigError if one has two."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, value = _pair(text, option)
+        if key in found:
+            raise ConfigError(f"{option} {text}: {key} is given twice; keep one of them")
+        found[key] = value
+    return found
 
 
 def _prices(
@@ -362,8 +373,8 @@ def _bounds(minimum: list[str], attempts: int) -> dict[str, float]:
     from agentrl.eval.stats import pass_counts
 
     bounds: dict[str, float] = {}
-    for text in minimum:
-        name, value = _pair(text, "--min")
+    for name, value in _pairs(minimum, "--min").items():
+        text = f"{name}={value}"
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ConfigError(f"--min {text}: the bound must be a finite number")
         kind, _, k = name.replace("^", "@").partition("@")

@@ -73,7 +73,9 @@ def rescore(
     quiet_transformers()
     # What the env prints does not belong to what --json prints.
     with SafeConsole(stderr=True).status("rescoring") as status, contextlib.redirect_stdout(sys.stderr):
-        found = rescored(run, config, RescoreOptions(tuple(steps), play), lambda text: status.update(text))
+        found = rescored(
+            run, config, RescoreOptions(tuple(dict.fromkeys(steps)), play), lambda text: status.update(text)
+        )
     if as_json:
         body = {"episodes": [_json(episode) for episode in found.episodes], "left_out": dict(found.left_out)}
         typer.echo(json.dumps(body, indent=1, allow_nan=False))

@@ -21,7 +21,7 @@ def serve(
         Path, typer.Argument(help="File with the token that clients must send; readable only by you.")
     ],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 picks a free one.")] = 8750,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 8750,
     backend: Annotated[str, typer.Option(help="Sandbox back-end: namespace, docker or landlock.")] = "namespace",
     min_idle: Annotated[int, typer.Option(help="Idle sandboxes to keep ready.")] = 2,
     max_total: Annotated[int, typer.Option(help="Maximum number of sandboxes.")] = 256,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from agentrl.engine.base import Engine
     from agentrl.serve.endpoint import Settings
 
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")
 _NOT_RECORDED = frozenset({"--model-name", "--accept-any-model", "--max-requests", "--memory-tokens"})
 """Options without effect on a recording: episodes accept any model name and have no such limits."""
 
@@ -93,9 +95,7 @@ def serve(
     from agentrl.reporting.display import quiet_transformers
     from agentrl.serve.endpoint import Settings
 
-    for option in given_options(context) if record is not None else ():
-        if option in _NOT_RECORDED:
-            raise ConfigError(f"{option} has no effect with --record")
+    _check_options(given_options(context) if record else (), model_name, cors)
     key, policy = client_secret(host, api_key_env, "--api-key-env", "key", "endpoint"), _find(target, overrides)
     names, fingerprint = tuple(model_name) or (policy.name,), f"fp_{policy.digest}"
     settings = Settings(names, accept_any_model, key, fingerprint, cors=tuple(cors))
@@ -106,6 +106,30 @@ def serve(
         asyncio.run(_record(policy, settings, host, port, record))
         return
     asyncio.run(_serve(policy, settings, host, port, max_requests, memory_tokens))
+
+
+def _check_options(of_recording: Sequence[str], model_names: Sequence[str], origins: Sequence[str]) -> None:
+    """Refuse options that would do nothing.
+
+    Args:
+        of_recording: the options that are given, if episodes are recorded.
+        model_names: the names for clients.
+        origins: of web pages.
+
+    Raises:
+        ConfigError: one of them has no effect.
+    """
+    for option in of_recording:
+        if option in _NOT_RECORDED:
+            raise ConfigError(f"{option} has no effect with --record")
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"--cors {origin}: no page has this origin; write one as browsers send it, such as "
+                "https://app.example.com (lower case, no path), or `*` for all"
+            )
+    if "" in model_names:
+        raise ConfigError("--model-name: is empty; give a name, or leave it out")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from agentrl.agents.players import players
 from agentrl.config import RunConfig, dump_config
+from agentrl.config.section import COLDEST, HOTTEST
 from agentrl.engine.chat_client import ChatClient, Endpoint
 from agentrl.env.env import Env
 from agentrl.env.solved import NOT_DECLARED, reaches
@@ -119,6 +120,10 @@ def make_spec(subject: Subject, config: RunConfig, options: EvalOptions) -> Eval
     temperature = options.temperature
     if temperature is None:
         temperature = 0.0 if options.attempts == 1 else config.rollout.temperature
+    if temperature and not COLDEST <= temperature <= HOTTEST:
+        raise ConfigError(
+            f"--temperature {temperature:g}: must be 0, which is greedy, or from {COLDEST:g} to {HOTTEST:g}"
+        )
     if temperature == 0 and options.attempts > 1:
         raise ConfigError(
             f"{options.attempts} greedy attempts at each task are all the same: give a --temperature above 0, "

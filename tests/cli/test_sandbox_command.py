@@ -19,6 +19,15 @@ def test_a_missing_token_file_is_one_clear_error(tmp_path: Path, capsys: pytest.
     assert "sandbox token file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("port", ["-1", "65536"])
+def test_a_port_that_cannot_be_is_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], port: str):
+    (tmp_path / "token").write_text("a" * 40)
+    with pytest.raises(SystemExit) as stop:
+        main(["sandbox", "serve", str(tmp_path / "token"), "--port", port])
+    assert stop.value.code == 2
+    assert "--port" in capsys.readouterr().err
+
+
 def _hear_ctrl_c() -> None:
     """A shell's background job inherits SIGINT ignored; the server must not."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

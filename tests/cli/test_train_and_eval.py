@@ -345,6 +345,11 @@ def test_what_eval_plays(trained: Path, tmp_path: Path, monkeypatch: pytest.Monk
         (["r", "--min", "pass@4=0.5"], "with --attempts 1 there is no pass@4"),
         (["r", "-k", "4", "--min", "pass@3=0.5"], "with --attempts 4 there is no pass@3; K is one of 2, 4"),
         (["r", "--min", "solved=.nan"], "the bound must be a finite number"),
+        (["r", "--min", "solved=0.9", "--min", "solved=0.1"], "--min solved=0.1: solved is given twice"),
+        (
+            ["--base-url", "http://x/v1", "--model", "m", "--request", "a=1", "--request", "a=2"],
+            "--request a=2: a is given twice",
+        ),
         (["r", "--min", "loss=0.5"], "the names are solved, reward, reward/NAME, pass@K and pass^K"),
         (["r", "--compare", "a", "b"], "plays nothing: drop the rest"),
         (["--compare", "a", "b", "--min", "solved=0.5"], "plays nothing: drop the rest (--min)"),

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -551,6 +552,13 @@ def test_a_temperature_that_vllm_would_replace_is_refused(tmp_path: Path):
     options = EvalOptions(tasks=1, temperature=0.005)
     with pytest.raises(ConfigError, match=r"--temperature is 0\.005, and vLLM samples with 0\.01 to 2"):
         evaluate(Subject(checkpoint=tmp_path), served, options, folder=tmp_path / "e", reporter=Silent())
+
+
+@pytest.mark.parametrize("temperature", [1e-9, 1e9, math.inf])
+def test_a_temperature_that_no_sampler_takes_is_refused(tmp_path: Path, temperature: float):
+    options = EvalOptions(tasks=1, temperature=temperature)
+    with pytest.raises(ConfigError, match=r"--temperature .*: must be 0, which is greedy, or from 1e-05 to 10000"):
+        evaluate(Subject(checkpoint=tmp_path), config(), options, folder=tmp_path / "e", reporter=Silent())
 
 
 def test_a_field_that_the_evaluation_decides_is_not_given_as_another(tmp_path: Path):

@@ -373,6 +373,12 @@ def test_a_judge_that_is_gone_costs_its_own_rewards_only():
         assert (episode.parts["styled"].rescored, episode.solved) == (0.25, None)
 
 
+def test_a_step_that_is_named_twice_counts_once():
+    said = CliRunner().invoke(app, ["rescore", str(make_run()), "--step", "1", "--step", "1", "--json"])
+    ids = [episode["id"] for episode in json.loads(said.stdout)["episodes"]]
+    assert len(ids) == len(set(ids)) == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [

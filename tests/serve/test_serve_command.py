@@ -69,6 +69,11 @@ def test_it_says_where_it_is_answers_and_ends_at_a_signal(model: Path, monkeypat
         (["--set", "engine.max_slotz=2"], "did you mean 'max_slots'?"),
         (["--set", "engine.server={grammars: false}"], "`engine.server.grammars` has no effect on serving"),
         (["--set", "model.path=other"], "`model.path` has no effect on serving"),
+        *(
+            (["--cors", origin], f"--cors {origin}: no page has this origin")
+            for origin in ("", "app.example.com", "https://App.example.com", "https://x/", "https://a@x")
+        ),
+        (["--model-name", ""], "--model-name: is empty"),
         (["--record", "r", "--max-requests", "256"], "--max-requests has no effect with --record"),
         (["--record", "r", "--max-requests", "2"], "--max-requests has no effect with --record"),
         (["--record", "r", "--accept-any-model"], "--accept-any-model has no effect with --record"),
