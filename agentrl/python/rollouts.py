@@ -26,6 +26,7 @@ from agentrl.rollout.group import GroupPlayer, GroupsByEnv
 from agentrl.rollout.lifecycle import EpisodeStatus
 from agentrl.rollout.prompts import fitting
 from agentrl.rollout.renderer import check_renderer, load_renderer, require_template
+from agentrl.rollout.rewards.model import make_reward_model
 from agentrl.rollout.task_tools import task_tools
 from agentrl.run_folder.store import find_checkpoint
 from agentrl.sandbox import using_pools
@@ -64,8 +65,8 @@ def rollouts(
     """Play groups of episodes of a configuration with a model, as a training step would.
 
     Args:
-        config: the configuration; see `configure` for its forms. Its env, tasks, `rollout`, `engine` and `agent`
-            count, and its seed.
+        config: the configuration; see `configure` for its forms. Its env, tasks, `rollout`, `engine`, `agent` and
+            `reward_model` count, and its seed.
         num_groups: groups to play, of `rollout.group_size` episodes each.
         model: a model directory, a run folder (its newest checkpoint) or a checkpoint; by default `model.path`, or
             a new random model for `model.tiny`.
@@ -89,7 +90,8 @@ def training_rows(groups: Sequence[Group], config: RunSettings | None = None) ->
 
     Args:
         groups: complete groups, from `rollouts` or a run folder. Statistics over the batch see all of them.
-        config: whose `algorithm` and `rollout.overlong` estimate the advantages; GRPO without it.
+        config: whose `algorithm` (also of its `envs`) and `rollout.overlong` estimate the advantages; GRPO without
+            it.
 
     Raises:
         ConfigError: the advantages need log-probabilities or values of the learner, which a rollout does not have.
@@ -100,7 +102,8 @@ def training_rows(groups: Sequence[Group], config: RunSettings | None = None) ->
     ready = None if config is None else configure(config)
     algorithm = RunConfig.model_fields["algorithm"].get_default() if ready is None else ready.algorithm
     overlong = "train" if ready is None else ready.rollout.overlong
-    made = Algorithm(algorithm, overlong=overlong)
+    own = {} if ready is None else {name: env.algorithm.advantage for name, env in ready.envs.items()}
+    made = Algorithm(algorithm, overlong=overlong, by_env={name: each for name, each in own.items() if each})
     if made.advantage_needs:
         raise ConfigError(
             f"algorithm.advantage {algorithm.advantage.name} needs {', '.join(sorted(made.advantage_needs))} of a "
@@ -111,6 +114,7 @@ def training_rows(groups: Sequence[Group], config: RunSettings | None = None) ->
 
 async def _play(asked: Rollouts) -> AsyncIterator[Group]:
     from agentrl.torch_threads import one_after_fork
+    from agentrl.trainer.samples import penalised
 
     one_after_fork()
     async with contextlib.AsyncExitStack() as stack:
@@ -118,14 +122,17 @@ async def _play(asked: Rollouts) -> AsyncIterator[Group]:
         content = load_content(asked.config)
         folder = _model(asked, content, stack)
         groups, source = await _prepare(asked, content, folder, stack)
-        at_once = max(asked.config.rollout.groups_per_step, 1)
+        rollout = asked.config.rollout
+        penalty = rollout.overlong_penalty if rollout.overlong == "penalise" else 0.0
+        at_once = max(rollout.groups_per_step, 1)
         queue: asyncio.Queue[Group] = asyncio.Queue()
         waiting = iter(range(asked.num_groups))
 
         async def work() -> None:
             for number in waiting:
                 ((_, task),) = source.take(1)
-                queue.put_nowait(await groups.play(task, asked.split, number))
+                group = await groups.play(task, asked.split, number)
+                queue.put_nowait(penalised([group], penalty)[0] if penalty else group)
 
         async def everything() -> None:
             try:
@@ -169,6 +176,9 @@ async def _prepare(
     content = await fitting(content, config, renderer, engine.max_context, Silent())
     make_envs = {name: part.make_env for name, part in content.by_env.items()}
     make = await stack.enter_async_context(players(config, folder, engine, renderer, make_envs))
+    reward_model = await make_reward_model(config.reward_model, folder, config.ray)
+    if reward_model is not None:
+        stack.push_async_callback(reward_model.close)
     playing: dict[str, EpisodeStatus] = {}
     token_check = make_token_check(config)
     by_env = {
@@ -177,6 +187,8 @@ async def _prepare(
             view.rollout.group_size,
             view.seed,
             view.rollout.infra_retries,
+            greedy=make(env=name, temperature=0.0) if view.algorithm.advantage.name == "remax" else None,
+            reward_model=reward_model,
             timeout_s=view.rollout.timeout_s,
             playing=playing,
         )

@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +31,7 @@ from agentrl.reporting.loggers.protocol import RunInfo, SampleEpisode
 from agentrl.run_folder.records import read_metrics
 from agentrl.sandbox import Sandbox
 from agentrl.trainer.signals import StopRequest
-from agentrl.types import Task
+from agentrl.types import Group, Task
 from tests.trainer.test_mixture import TINY
 
 SMALL: dict[str, Any] = {
@@ -445,6 +447,51 @@ def test_rollouts_side_by_side_leave_each_other_their_sandboxes():
 
 
 @pytest.mark.timeout(60)
+class Scorer(BaseHTTPRequestHandler):
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        answer = json.dumps({"scores": [0.25] * len(asked["messages"])}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+def test_rollouts_get_all_rewards_of_a_training_step():
+    rollout = SMALL["rollout"] | {"overlong": "penalise", "overlong_penalty": 0.5}
+    with HTTPServer(("127.0.0.1", 0), Scorer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        model = {"kind": "http", "url": f"http://127.0.0.1:{server.server_port}"}
+        config = SMALL | {"rollout": rollout, "reward_model": model, "algorithm": {"advantage": "remax"}}
+        (group,) = agentrl.rollouts(config, 1)
+        server.shutdown()
+    for episode in (*group.episodes, group.greedy):
+        assert episode.rewards == {"solved": 0.0, "reward_model": 0.25, "overlong": -0.5}
+        assert episode.reward == -0.25
+    assert all(row.advantages[-1] == 0 for row in agentrl.training_rows([group], config))
+
+
+def test_rows_of_several_envs_have_the_advantages_of_each():
+    config = {key: value for key, value in SMALL.items() if key not in ("env", "data", "eval")}
+    (group,) = agentrl.rollouts(SMALL, 1)
+
+    def scored(env: str) -> Group:
+        task = replace(group.task, env=env)
+        episodes = [
+            replace(episode, id=f"{env}{number}", task=task, reward=float(number))
+            for number, episode in enumerate(group.episodes)
+        ]
+        return replace(group, task=task, episodes=tuple(episodes))
+
+    envs = {"a": {"use": Calculator}, "b": {"use": Calculator, "algorithm": {"advantage": "dr_grpo"}}}
+    rows = agentrl.training_rows([scored("a"), scored("b")], config | {"envs": envs})
+    found = {row.episode_id: row.advantages[-1] for row in rows}
+    assert found == pytest.approx({"a0": -(0.5**0.5), "a1": 0.5**0.5, "b0": -0.5, "b1": 0.5}, abs=1e-5)
+
+
 def test_rollouts_of_a_run_play_its_newest_checkpoint():
     summary = agentrl.train_blocking(SMALL | {"name": "trained"})
     assert {len(agentrl.read_episodes(summary.run, step)) for step in (1, 2)} == {4}
