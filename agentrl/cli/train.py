@@ -63,6 +63,8 @@ def train(
         require("train", "agentrl train --smoke")
         _smoke(path, overrides, run_dir)
         return
+    if fresh and accept_code:
+        raise ConfigError("--accept-code has no effect with --fresh, which resumes nothing")
     config, pinned = load_config(path, overrides), ""
     require("train", "agentrl train")
     if source is not None:

@@ -237,6 +237,10 @@ class TestTheTree:
         assert "--fresh" in err
         assert "Traceback" not in err
 
+    def test_a_run_that_starts_over_has_no_changed_code_to_accept(self, run):
+        code, _, err = run("train", "x.yaml", "--fresh", "--accept-code")
+        assert (code, err) == (2, "--accept-code has no effect with --fresh, which resumes nothing\n")
+
     def test_a_closed_pipe_is_no_error(self, folder: Path):
         command = f"{sys.executable} -m agentrl show {folder} -n 200 | head -1"
         result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
