@@ -22,7 +22,7 @@ class PathTo:
     Attributes:
         hub: it may name a model in the local Hugging Face cache instead.
         names: words with a special meaning, which are not paths.
-        made: the run makes it if it is missing.
+        made: the run makes it if it is missing. A text with a scheme (`sqlite:///runs.db`) is an address instead.
     """
 
     kind: Literal["file", "folder"]

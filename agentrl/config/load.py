@@ -250,6 +250,8 @@ def _path(source: Source, loc: Loc, path_to: PathTo, folder: Path, *, check: boo
     text = as_written(source.data, loc)
     if not isinstance(text, str) or text in path_to.names:
         return
+    if path_to.made and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:", text):
+        return
     if not text.strip():
         problem = f"must be the path of a {path_to.kind}, {got(text)}"
         source.problems.append(Problem(loc, problem, source.spot(loc)))

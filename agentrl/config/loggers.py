@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from agentrl.config.choice import is_own
-from agentrl.config.facts import NamesCode, NeverWhen, OnlyWhen
+from agentrl.config.facts import NamesCode, NeverWhen, OnlyWhen, PathTo
 from agentrl.config.section import Count, Section
 from agentrl.suggest import did_you_mean
 
@@ -30,7 +30,9 @@ class LoggerConfig(Section):
     """Account or team on the W&B server; by default your own."""
     mode: Annotated[Literal["online", "offline"] | None, OnlyWhen("use", "wandb")] = None
     """`offline` writes files for `wandb sync`; by default, what WANDB_MODE says."""
-    tracking_uri: Annotated[str | None, OnlyWhen("use", "mlflow")] = None
+    tracking_uri: Annotated[
+        str | None, PathTo("folder", names=("databricks",), made=True), OnlyWhen("use", "mlflow")
+    ] = None
     """Address or folder of the MLflow store; by default what MLFLOW_TRACKING_URI says, else a folder in the run
     folder."""
     options: Annotated[dict[str, Any], NeverWhen("use", *LOGGERS)] = Field(default_factory=dict)

@@ -360,6 +360,13 @@ class TestPaths:
         (tmp_path / "new").write_text("")
         assert "must be a folder" in complaint(tmp_path, text.replace("new/shared", "new"))
 
+    @pytest.mark.parametrize("address", ["http://h:5000", "sqlite:///runs.db", "file:/x", "databricks"])
+    def test_the_store_of_mlflow_is_a_folder_or_an_address(self, tmp_path: Path, address: str):
+        text = GOOD + "loggers: [{use: mlflow, tracking_uri: WHERE}]\n"
+        for given, meant in (("new/mlruns", f"{tmp_path}/new/mlruns"), (address, address)):
+            config = load_config(write(tmp_path, text.replace("WHERE", given)))
+            assert config.loggers[0].tracking_uri == meant
+
     @pytest.mark.parametrize("text", ["", " "])
     def test_an_empty_path_is_not_the_folder_of_the_file(self, tmp_path: Path, text: str):
         said = complaint(tmp_path, GOOD, f"model.path='{text}'")
