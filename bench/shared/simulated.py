@@ -302,6 +302,9 @@ class SimulatedHost:
     def name(self) -> str:
         return self._name
 
+    def keep_log(self) -> None:
+        """There is none."""
+
     async def start(self) -> SimulatedServer:
         loop = asyncio.get_running_loop()
         if self._down_since is not None:

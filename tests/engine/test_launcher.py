@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -153,6 +154,34 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
         await launched(tmp_path, "raise SystemExit('no such model')").start()
 
 
+async def test_the_log_of_a_server_that_is_given_up_outlasts_the_run(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "kept"))
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "run").mkdir()
+    host = launched(tmp_path / "run", SERVER)
+    engine = ServedEngine(
+        [host],
+        TensorSync(bucket_bytes=1 << 20),
+        model=model_in(tmp_path),
+        limits=ServedLimits(restarts=0, health_every_s=60.0),
+        tell=lambda said: None,
+    )
+    await engine.start()
+    try:
+        (tmp_path / "run" / "server.log").write_text("CUDA out of memory")
+        engine._pool.lose(engine._pool.replicas[0], "HTTP 500: see the stack trace above")
+        with pytest.raises(
+            EngineError, match=r"no server is left: .*see the stack trace above \(its log: "
+        ) as refused:
+            await engine.generate([1], Sampling(max_tokens=3))
+    finally:
+        await engine.close()
+    shutil.rmtree(tmp_path / "run")
+    [kept] = (tmp_path / "kept").glob("agentrl-*-server.log")
+    assert str(kept) in str(refused.value)
+    assert kept.read_text() == "CUDA out of memory"
+
+
 async def test_a_server_that_never_answers_is_ended(tmp_path: Path) -> None:
     host = launched(tmp_path, "import time; time.sleep(600)", start_timeout_s=0.5)
     with pytest.raises(EngineError, match="start_timeout_s"):
@@ -262,6 +291,28 @@ def test_a_server_for_adapters_is_started_with_their_rank_and_layers(tmp_path: P
     line = " ".join(launch_recipe(config, tmp_path, "python", 0, dotted).command(1))
     assert "--lora-target-modules down_proj --max" in line
     assert "lora" not in " ".join(launch_recipe(config, tmp_path, "python", 0).command(1))
+
+
+def test_vllm_prepares_the_layers_that_get_adapters_only(tmp_path: Path) -> None:
+    """With its output layer prepared too, it ends when it scores a prompt while it samples."""
+    config = EngineConfig(kind="vllm", device="cpu", sync="lora")
+    (tmp_path / "config.json").write_text(json.dumps({"head_dim": 64}))
+    save_file(
+        {
+            "model.layers.0.self_attn.q_proj.weight": torch.zeros(2, 2),
+            "lm_head.weight": torch.zeros(2, 2),
+        },
+        tmp_path / "model.safetensors",
+    )
+    command = launch_recipe(config, tmp_path, "python", 0, LoRAConfig(rank=4)).command(1)
+    assert "--lora-target-modules q_proj" in " ".join(command)
+    assert "lm_head" not in command
+
+
+async def test_an_adapter_that_vllm_would_not_score_is_refused(tmp_path: Path) -> None:
+    config = EngineConfig(kind="vllm", device="cpu", sync="lora")
+    with pytest.raises(ConfigError, match=r"vLLM ignores an adapter of lm_head .* remove lm_head, or use another"):
+        await open_engine(config, model_in(tmp_path), LoRAConfig(targets=["q_proj", "lm_head"]))
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentrl.config.run import LoRAConfig
+from agentrl.errors import ConfigError
 
 GRACE_S = 5.0
 """Seconds an update waits for the requests it has ended; an adapter still in use then is unloaded later."""
@@ -69,3 +74,35 @@ class AdapterStand:
     def names(self) -> list[str]:
         """Return all that are loaded."""
         return [adapter.name for adapter in (*self._older, self.current) if adapter is not self._base]
+
+
+_ROUTED = re.compile(r"\.(experts|gate|router)\.")
+
+
+def adapted_layers(lora: LoRAConfig, model: Path) -> list[str]:
+    """Return the layers that get adapters, by the last parts of their names, for a server's command line."""
+    ends = _linear_names(model) if lora.targets == "all-linear" else lora.targets
+    return sorted({end.rpartition(".")[2] for end in ends})
+
+
+def _linear_names(model: Path) -> set[str]:
+    """The linear layers in the blocks of a model directory, by the last parts of their names.
+
+    Routed experts and routers have no adapters, and servers do not start for those of routers.
+    """
+    from safetensors import safe_open
+
+    names = set()
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (it is no mapping)
+                if (
+                    name.endswith(".weight")
+                    and ".layers." in name
+                    and not _ROUTED.search(name)
+                    and len(tensors.get_slice(name).get_shape()) == 2
+                ):
+                    names.add(name.split(".")[-2])
+    if not names:
+        raise ConfigError(f"{model} has no linear layers in blocks: name them in learner.lora.targets")
+    return names

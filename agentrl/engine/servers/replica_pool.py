@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import httpx
@@ -49,6 +50,10 @@ class Host(Protocol):
 
     async def stop(self) -> None:
         """Stop the server if it is ours; idempotent."""
+        ...
+
+    def keep_log(self) -> Path | None:
+        """Keep the output of a server that failed, and return where; None if it is not on this machine."""
         ...
 
 
@@ -441,6 +446,8 @@ class ReplicaPool:
         replica.given_up = True
         if self._broken is not None:
             return
+        log = replica.host.keep_log()
+        reason += f" (its log: {log})" if log and str(log) not in reason else ""
         if all(r.given_up for r in self.replicas):
             self.fail(EngineError(f"no server is left: {replica.host.name} could not be started again: {reason}"))
         else:

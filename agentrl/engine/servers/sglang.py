@@ -11,7 +11,6 @@ import contextlib
 import io
 import math
 import pickle
-import re
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.config.engine import EngineConfig
 from agentrl.config.run import LoRAConfig
-from agentrl.engine.servers.adapters import Adapter, AdapterStand
+from agentrl.engine.servers.adapters import Adapter, AdapterStand, adapted_layers
 from agentrl.engine.servers.client import (
     NO_PENALTIES,
     CommandLine,
@@ -458,8 +457,7 @@ def _command(config: EngineConfig, model: Path, gpu: int | None) -> CommandLine:
 def _adapters(config: EngineConfig, lora: LoRAConfig, model: Path, gpu: int | None) -> CommandLine:
     """Reserve room for two adapters; SGLang counts requests without one (health checks) as a third."""
     check_targets(lora)
-    ends = linear_names(model) if lora.targets == "all-linear" else lora.targets
-    targets = sorted({target.rpartition(".")[2] for target in ends})
+    targets = adapted_layers(lora, model)
     if unknown := sorted(set(targets) - ADAPTED):
         raise ConfigError(
             f"learner.lora.targets {lora.targets}: SGLang serves no adapters of {', '.join(unknown)}: name other "
@@ -481,32 +479,6 @@ def check_targets(lora: LoRAConfig) -> None:
             f"learner.lora.targets {lora.targets} lack {', '.join(missing)}, without which SGLang cannot serve "
             "them: add what is missing, or use another engine.sync, which sends merged weights"
         )
-
-
-_ROUTED = re.compile(r"\.(experts|gate|router)\.")
-
-
-def linear_names(model: Path) -> list[str]:
-    """Return the linear layers in the blocks of a model directory, by the last parts of their names.
-
-    Routed experts and routers have no adapters, and SGLang does not start for those of routers.
-    """
-    from safetensors import safe_open
-
-    names = set()
-    for file in sorted(model.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (it is no mapping)
-                if (
-                    name.endswith(".weight")
-                    and ".layers." in name
-                    and not _ROUTED.search(name)
-                    and len(tensors.get_slice(name).get_shape()) == 2
-                ):
-                    names.add(name.split(".")[-2])
-    if not names:
-        raise ConfigError(f"{model} has no linear layers in blocks: name them in learner.lora.targets")
-    return sorted(names)
 
 
 def _connect(url: str, config: EngineConfig) -> SGLangServer:

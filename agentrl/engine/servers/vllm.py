@@ -28,7 +28,7 @@ import anyio
 from agentrl.config.engine import EngineConfig, Sync
 from agentrl.config.run import LoRAConfig
 from agentrl.engine.base import TokenLogprob
-from agentrl.engine.servers.adapters import Adapter, AdapterStand
+from agentrl.engine.servers.adapters import Adapter, AdapterStand, adapted_layers
 from agentrl.engine.servers.client import (
     NO_PENALTIES,
     CommandLine,
@@ -473,14 +473,25 @@ def _check_heads(model: Path) -> None:
 
 
 def _adapters(config: EngineConfig, lora: LoRAConfig, model: Path, gpu: int | None) -> CommandLine:
-    """Reserve room for the current adapter and the next one."""
+    """Reserve room for the current adapter and the next one.
+
+    Unless layers are named, vLLM also prepares the output layer, with which it cannot score a prompt while it
+    samples (its issue 16668), and the experts, which get no adapters on a CPU.
+    """
     rank = next((rank for rank in RANKS if rank >= lora.rank), None)
     if rank is None:
         raise ConfigError(
             f"learner.lora.rank is {lora.rank}, and vLLM serves ranks up to {RANKS[-1]}: lower it, or use "
             "engine.sync disk, which sends merged weights"
         )
-    line = ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2"]
+    targets = adapted_layers(lora, model)
+    if "lm_head" in targets:
+        raise ConfigError(
+            f"learner.lora.targets {lora.targets}: vLLM ignores an adapter of lm_head when it scores a prompt, as "
+            "the check after each update does: remove lm_head, or use another engine.sync, which sends merged "
+            "weights"
+        )
+    line = ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2", "--lora-target-modules", *targets]
     return line, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import shutil
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +42,7 @@ class LaunchedHost:
     def __init__(self, name: str, recipe: Recipe, connect: Connect, *, log: Path, start_timeout_s: float) -> None:
         self.name, self._recipe, self._connect = name, recipe, connect
         self._log, self._start_timeout_s = log, start_timeout_s
+        self._kept: Path | None = None
         self.process: ServerProcess | None = None
 
     async def start(self) -> InferenceServer:
@@ -55,6 +59,18 @@ class LaunchedHost:
         """End the process and its descendants."""
         if self.process is not None:
             await self.process.stop()
+
+    def keep_log(self) -> Path:
+        """Copy the log out of the folder that the run removes at its end, over an earlier copy."""
+        try:
+            if self._kept is None:
+                file, name = tempfile.mkstemp(prefix="agentrl-", suffix=f"-{self._log.name}")
+                os.close(file)
+                self._kept = Path(name)
+            shutil.copyfile(self._log, self._kept)
+        except OSError:  # no room, or no log
+            return self._log
+        return self._kept
 
     async def _start(self, port: int) -> InferenceServer:
         command = self._recipe.command(port)
@@ -89,7 +105,7 @@ class LaunchedHost:
 
     def _said(self, lines: int = 12) -> str:
         assert self.process is not None
-        return f"the end of {self._log}:\n{self.process.last_words(lines)}"
+        return f"the end of {self.keep_log()}:\n{self.process.last_words(lines)}"
 
 
 class GivenHost:
@@ -131,6 +147,9 @@ class GivenHost:
 
     async def stop(self) -> None:
         """Do nothing, because the server is not ours to stop."""
+
+    def keep_log(self) -> None:
+        """Its log is not ours either."""
 
 
 async def _why(url: str) -> str:

@@ -126,6 +126,9 @@ class RayHost:
         except EngineError as e:
             return str(e)
 
+    def keep_log(self) -> None:
+        """The log is on the server's node; what ends the server is reported with the end of it."""
+
     async def stop(self) -> None:
         """Stop server and actor."""
         actor, self._actor = self._actor, None
