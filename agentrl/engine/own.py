@@ -100,10 +100,9 @@ def _watch(engine: Engine, vocabulary: int | None, where: str) -> None:
                 f"{where}: policy_version is {engine.policy_version} after update_weights(weights, {version})"
             )
 
-    watched: Any = engine
-    for method in ("generate", "generate_streaming"):
-        setattr(watched, method, checked(method))
-    watched.update_weights = update_weights
+    watched = {method: checked(method) for method in ("generate", "generate_streaming")}
+    for name, call in {**watched, "update_weights": update_weights}.items():
+        object.__setattr__(engine, name, call)  # it may be a frozen dataclass
 
 
 def _vocabulary(model: Path) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def load_renderer(config: RunConfig, directory: Path) -> Renderer:
         ) from e
 
 
-def _watch(parser: Any, where: str) -> None:
+def _watch(parser: Parser, where: str) -> None:
     """Raise ConfigError where the parser raises, or returns something else, on what a policy says."""
     parse = parser.parse
 
@@ -66,7 +67,7 @@ def _watch(parser: Any, where: str) -> None:
             raise ConfigError(f"{where}: parse must return agentrl.chat.parsers.Parsed, got {parsed!r:.200}")
         return parsed
 
-    parser.parse = watched
+    object.__setattr__(parser, "parse", watched)  # it may be a frozen dataclass
 
 
 def own_parser(spec: str) -> Parser:
@@ -86,7 +87,7 @@ def own_parser(spec: str) -> Parser:
         raise ConfigError(
             f"model.parser {spec}: must be a subclass or an instance of agentrl.chat.parsers.Parser, got {got}"
         )
-    return parser
+    return copy(parser)  # `_watch` changes it, and an instance may be in use elsewhere
 
 
 def require_template(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from agentrl.chat.demonstrate import completion_of, imitate, with_ids
 from agentrl.chat.jinja import compile_template, variables_of
+from agentrl.chat.parsers import Parser
 from agentrl.chat.proof import prove
 from agentrl.chat.roundtrip import TOOL
 from agentrl.chat.template import CHATML_TEMPLATE, Renderer
@@ -116,6 +117,21 @@ def test_a_parser_of_ones_own_that_fails_later_is_one_error(tmp_path: Path, pars
     assert renderer.read_text("fine").content == "fine"
     with pytest.raises(ConfigError, match=rf"(?s)model\.parser .*{said}"):
         renderer.read_text("odd")
+
+
+@pytest.mark.parametrize("name", ["Bang", "BANG"])
+def test_a_parser_of_ones_own_may_be_a_frozen_dataclass_or_an_instance(tmp_path: Path, name: str):
+    (tmp_path / "bang.py").write_text(
+        "from dataclasses import dataclass\n\nfrom agentrl.chat.parsers.lists import Hunyuan\n\n\n"
+        '@dataclass(frozen=True)\nclass Bang(Hunyuan):\n    name = "bang"\n'
+        '    blocks = (("!!CALL ", " LLAC!!"),)\n\n\nBANG = Bang()\n'
+    )
+    build(tmp_path / "model", BANG)
+    path = tmp_path / "tools.yaml"
+    path.write_text(f"env: a:B\nmodel: {{path: model, parser: bang.py:{name}}}\n")
+    config = load_config(path)
+    assert load_renderer(config, tmp_path / "model").read_text("fine").content == "fine"
+    assert own_parser(config.model.parser).parse.__func__ is Parser.parse  # nothing was changed for others
 
 
 def test_a_template_in_which_every_tool_conversation_is_refused_stops_the_run(tmp_path: Path):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl.engine.base import Engine, EngineCapabilities
 from agentrl.errors import EngineError
+from agentrl.types import Completion
 
 DOCS = Path(__file__).parents[2] / "docs" / "engines.md"
 EXAMPLE = re.search(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)[1]
@@ -98,6 +99,20 @@ class Turning(PlainEngine):
 
     async def update_weights(self, weights, version):
         pass
+
+
+@dataclass(frozen=True)
+class Frozen(Engine):
+    """Takes no new attributes."""
+
+    model: Path
+    config: object
+    max_context: int = 64
+    policy_version = 0
+
+    async def generate(self, ids, sampling, *, session=None):
+        ids = (3,) * (sampling.max_tokens if len(ids) == 2 else sampling.max_tokens + 1)
+        return Completion(ids, (-1.0,) * len(ids), (0,) * len(ids), "length")
 
 
 WRONG = {

@@ -82,6 +82,12 @@ async def test_what_is_wrong_later_is_one_error(models: dict[str, Path], how: st
         await engine.generate([1, 2, 3], Sampling(temperature=1.0, max_tokens=3))
 
 
+async def test_what_a_frozen_engine_does_is_checked_too(models: dict[str, Path]) -> None:
+    engine = await open_engine(EngineConfig(kind=f"{HERE}:Frozen"), models["qwen3"])
+    with pytest.raises(ConfigError, match="generate returned 4 tokens with max_tokens 3"):
+        await engine.generate([1, 2, 3], Sampling(temperature=1.0, max_tokens=3))
+
+
 async def test_an_engine_must_have_the_new_version_and_may_lose_an_episode(models: dict[str, Path]) -> None:
     engine = await open_engine(EngineConfig(kind=f"{HERE}:Turning", options={"how": "lose"}), models["qwen3"])
     with pytest.raises(EngineError, match="lost"):
