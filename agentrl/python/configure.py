@@ -10,7 +10,7 @@ from agentrl.config.load import load_config, make_config
 from agentrl.config.run import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.importing import name_object
-from agentrl.reporting.loggers.protocol import Logger
+from agentrl.reporting.loggers.protocol import LOGGER_METHODS, Logger
 
 
 def configure(
@@ -44,9 +44,8 @@ def configure(
 
 def _logger(given: object) -> object:
     """The name of an object that is to be a logger and may lack some of its methods; other values as they are."""
-    if given is None or callable(given) or isinstance(given, bool | int | float | str | Mapping | list | tuple):
-        return given
-    return name_object(given, factory=True)
+    is_object = any(hasattr(given, name) for name in LOGGER_METHODS) and not callable(given)
+    return name_object(given, factory=True) if is_object else given
 
 
 def _named(value: object) -> object:

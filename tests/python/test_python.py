@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 import agentrl
 from agentrl import TextEnv, ToolEnv, reward, tool
+from agentrl.config.loggers import LoggerConfig
 from agentrl.envs.calculator import Calculator
 from agentrl.importing import load_object, name_object
 from agentrl.reporting.loggers.make import make_loggers
@@ -309,6 +310,14 @@ def test_an_object_that_lacks_methods_of_a_logger_is_told_which():
         make_loggers(config.loggers)
     with pytest.raises(agentrl.ConfigError, match=r"loggers\[0\] must be the name of a logger or a section"):
         agentrl.configure(SMALL | {"loggers": [3]})
+
+
+def test_a_finished_section_of_a_logger_and_a_path_stay_what_they_are(tmp_path: Path):
+    file = tmp_path / "own.py"
+    file.write_text("class Own: ...")
+    loggers = [LoggerConfig(use="tensorboard"), Path(f"{file}:Own")]
+    config = agentrl.configure(SMALL | {"env": Calculator, "loggers": loggers})
+    assert [each.use for each in config.loggers] == ["tensorboard", f"{file}:Own"]
 
 
 def test_two_lambdas_have_two_names():

@@ -12,7 +12,7 @@ from agentrl.extras import EXTRAS, require
 from agentrl.importing import load_object
 from agentrl.reporting.loggers.log_feed import Fed
 from agentrl.reporting.loggers.mlflow import Mlflow
-from agentrl.reporting.loggers.protocol import Logger
+from agentrl.reporting.loggers.protocol import LOGGER_METHODS, Logger
 from agentrl.reporting.loggers.tensorboard import TensorBoard
 from agentrl.reporting.loggers.trackio import Trackio
 from agentrl.reporting.loggers.wandb import Wandb
@@ -77,10 +77,9 @@ def _own(config: LoggerConfig) -> Logger:
         raise
     except Exception as e:
         raise ConfigError(f"loggers: {config.use} could not be made: {type(e).__name__}: {e}") from e
-    methods = ("start", "metrics", "episodes", "finish")
     if not isinstance(logger, Logger):
-        missing = ", ".join(name for name in methods if not hasattr(logger, name))
+        missing = ", ".join(name for name in LOGGER_METHODS if not hasattr(logger, name))
         raise ConfigError(f"loggers: {config.use} is not a logger: it lacks {missing} (docs/loggers.md)")
-    if waiting := [name for name in methods if inspect.iscoroutinefunction(getattr(logger, name))]:
+    if waiting := [name for name in LOGGER_METHODS if inspect.iscoroutinefunction(getattr(logger, name))]:
         raise ConfigError(f"loggers: {config.use}: {waiting[0]} is async, and nothing would await it")
     return logger

@@ -54,6 +54,9 @@ class SampleEpisode:
     """The conversation, cut to a few thousand characters."""
 
 
+LOGGER_METHODS = ("start", "metrics", "episodes", "finish")
+
+
 @runtime_checkable
 class Logger(Protocol):
     """Receives the measurements of a run. All calls come from one thread, in order; `start` is the first.
