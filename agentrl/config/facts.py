@@ -125,6 +125,11 @@ class OnlyWhenOrOwn(OnlyWhen):
     def dead(self, *found: object) -> bool:
         return found[0] not in self.values and ":" not in str(found[0])
 
+    def why(self, names: tuple[str, ...], *found: object) -> str:
+        return (
+            f"unless {names[0]} is {_either((*self.values, 'a function of your own'))} (it is {_shown(found[0])})"
+        )
+
     def condition(self) -> str:
         return f"Only with {self._choices()} or a function of your own."
 

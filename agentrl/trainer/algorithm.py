@@ -269,14 +269,21 @@ def algorithm_of(config: RunConfig, reference_apart: bool, hints: Hints | None, 
         taught=servers if servers and hints is None and len(servers) < len(own) else None,
         record=record,
     )
-    for estimator, key in ((algorithm.estimator, ""), *((e, f"envs.{n}.") for n, e in algorithm.by_env.items())):
-        if (config.critic is not None) != ("values_N" in estimator.needs):
+    needed = "values_N" in algorithm.estimator.needs
+    for name, estimator in algorithm.by_env.items():
+        if ("values_N" in estimator.needs) != needed:
             raise ConfigError(
-                f"{key}algorithm.advantage needs values_N, which a critic gives: add the section `critic`"
-                if config.critic is None
-                else f"{key}algorithm.advantage does not list values_N in its `needs`, so no critic learns: "
-                "list it, or remove the section `critic`"
+                f"envs.{name}.algorithm.advantage {'does not need' if needed else 'needs'} values_N, unlike "
+                "algorithm.advantage: a critic learns from all episodes of a run, so an advantage with its values "
+                "cannot be chosen or replaced for a single env"
             )
+    if (config.critic is not None) != needed:
+        raise ConfigError(
+            "algorithm.advantage needs values_N, which a critic gives: add the section `critic`"
+            if needed
+            else "algorithm.advantage does not list values_N in its `needs`, so no critic learns: list it, or "
+            "remove the section `critic`"
+        )
     return algorithm
 
 

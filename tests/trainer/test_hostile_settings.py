@@ -210,6 +210,24 @@ def test_a_critic_and_an_advantage_of_your_own_need_each_other(
 
 
 @pytest.mark.parametrize(
+    ("of_run", "of_env", "said"),
+    [
+        ({}, "valued", "needs values_N, unlike algorithm.advantage: a critic learns from all episodes"),
+        ({"critic": {}}, "grpo", "does not need values_N, unlike algorithm.advantage: a critic learns"),
+    ],
+)
+def test_the_critic_of_an_advantage_of_your_own_learns_from_every_env(
+    tmp_path: Path, of_run: dict[str, object], of_env: str, said: str
+):
+    own, use = f"{tmp_path}/functions.py:valued", f"{tmp_path}/envs.py:Words"
+    env = {"use": use, "algorithm": {"advantage": own if of_env == "valued" else of_env}}
+    advantage = own if of_run else "grpo"
+    config = words(tmp_path, env=None, envs={"a": use, "b": env}, algorithm={"advantage": advantage}, **of_run)
+    with pytest.raises(ConfigError, match=f"envs.b.algorithm.advantage {said}"):
+        algorithm_of(config, False, None, record=False)
+
+
+@pytest.mark.parametrize(
     ("name", "said"),
     [
         ("nan_later", "must return a finite scalar tensor"),
