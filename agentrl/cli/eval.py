@@ -155,7 +155,8 @@ def evaluate(
     from agentrl.reporting.safe_console import SafeConsole
 
     if compare is not None:
-        if rest := [each for each in given_options(context) if each != "--compare"]:
+        given = [each for each in given_options(context) if each != "--compare"]
+        if rest := [*([str(target)] if target else []), *given]:
             raise ConfigError(
                 "--compare takes the folders of two evaluations and plays nothing: drop the rest "
                 f"({', '.join(rest)})"

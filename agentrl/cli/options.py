@@ -178,7 +178,8 @@ def given_options(context: typer.Context) -> list[str]:
         source = context.get_parameter_source(name)
         return source is not None and source.name == "COMMANDLINE"
 
-    return [max(param.opts, key=len) for param in context.command.params if param.name and given(param.name)]
+    options = [param for param in context.command.params if param.param_type_name == "option"]
+    return [max(option.opts, key=len) for option in options if option.name and given(option.name)]
 
 
 def client_secret(host: str, name: str | None, option: str, what: str, server: str) -> str | None:

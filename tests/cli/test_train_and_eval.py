@@ -351,7 +351,7 @@ def test_what_eval_plays(trained: Path, tmp_path: Path, monkeypatch: pytest.Monk
             "--request a=2: a is given twice",
         ),
         (["r", "--min", "loss=0.5"], "the names are solved, reward, reward/NAME, pass@K and pass^K"),
-        (["r", "--compare", "a", "b"], "plays nothing: drop the rest"),
+        (["r", "--compare", "a", "b"], "plays nothing: drop the rest (r)"),
         (["--compare", "a", "b", "--min", "solved=0.5"], "plays nothing: drop the rest (--min)"),
         (["--compare", "a", "b", "-k", "1"], "plays nothing: drop the rest (--attempts)"),
         *(
