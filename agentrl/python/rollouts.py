@@ -106,8 +106,9 @@ def training_rows(groups: Sequence[Group], config: RunSettings | None = None) ->
     made = Algorithm(algorithm, overlong=overlong, by_env={name: each for name, each in own.items() if each})
     if made.advantage_needs:
         raise ConfigError(
-            f"algorithm.advantage {algorithm.advantage.name} needs {', '.join(sorted(made.advantage_needs))} of a "
-            "learner: choose another one here, or train with agentrl.train"
+            f"the configuration needs {', '.join(sorted(made.advantage_needs))} of a learner for its advantages: "
+            "choose another algorithm.advantage (also under `envs`) and no KL penalty in the reward here, or "
+            "train with agentrl.train"
         )
     return list(made.advantages(made.rows(groups)).samples)
 

@@ -378,7 +378,7 @@ def _opening(found: Any) -> Sequence[Message]:
     messages, _ = found if isinstance(found, Sequence) and len(found) == 2 else (None, None)
     if isinstance(messages, Sequence) and all(isinstance(message, Message) for message in messages):
         return messages
-    raise TypeError(f"it returned {shorten(found)}; return (messages, info)")
+    raise TypeError(f"it returned {shorten(found)}; return (messages, info) with a list of Message")
 
 
 async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -> Sequence[Message]:

@@ -363,6 +363,10 @@ def test_rollouts_need_no_trainer():
         assert any(row.loss_mask)
     with pytest.raises(agentrl.ConfigError, match="needs values of a learner"):
         agentrl.training_rows(groups, SMALL | {"algorithm": {"advantage": "gae"}})
+    own = {"use": Calculator, "algorithm": {"advantage": "optimal_token_baseline"}}
+    several = {"model": TINY, "envs": {"one": {"use": Calculator}, "other": own}}
+    with pytest.raises(agentrl.ConfigError, match="the configuration needs learner_logprobs, sum_pi_squared of"):
+        agentrl.training_rows(groups, several)
 
 
 @pytest.mark.timeout(60)

@@ -294,7 +294,10 @@ async def test_an_opening_of_another_form_is_an_error_that_names_the_method(rend
 
         tools = ()
 
-    with pytest.raises(InfraError, match=r"Odd\.reset: TypeError: it returned .*; return \(messages, info\)"):
+    with pytest.raises(
+        InfraError,
+        match=r"Odd\.reset: TypeError: it returned .*; return \(messages, info\) with a list of Message",
+    ):
         await GroupPlayer(player(renderer, Odd), 1, 0).play(Task("t"), "s", 0)
     with pytest.raises(ConfigError, match=r"task t: Odd\.reset: TypeError: it returned "):
         await task_tools(Odd, [Task("t")])
