@@ -20,6 +20,7 @@ OTHERS = {
     "--custom-weight-loader",
     "--enable-deterministic-inference",
     "--enable-lora",
+    "--lora-target-modules",
     "--enable-prompt-tokens-details",
     "--generation-config",
     "--no-enable-chunked-prefill",
