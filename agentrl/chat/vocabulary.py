@@ -191,6 +191,9 @@ class Vocabulary:
     def _encode_text(self, text: str) -> list[int]:
         if not text:
             return []
+        ids = self._bare_ids(text)
+        if self._token_of_id.keys().isdisjoint(ids):
+            return ids
         for parts in self._splits(text):
             ids = [id for part in parts for id in self._bare_ids(part)]
             if not (self._token_of_id.keys() & ids) - {self._unknown}:
@@ -199,7 +202,6 @@ class Vocabulary:
 
     def _splits(self, text: str) -> Iterator[Iterable[str]]:
         """Yield the text in ever smaller parts: the model's own merges may produce a control token."""
-        yield [text]
         pieces = self._in_text.split(text)
         yield [part for n, piece in enumerate(pieces) for part in (piece if n % 2 else [piece])]
         yield text

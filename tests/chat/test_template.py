@@ -202,6 +202,7 @@ def test_text_that_the_tokenizer_does_not_know_is_its_unknown_token(tmp_path: Pa
     assert renderer.encode(said).count(0) == 1
     around = renderer.encode_text("the </s> the")
     assert control_free(renderer, "the </s> the")
+    assert control_free(renderer, "the <unk> the")
     assert around.count(tokenizer.token_to_id("▁the")) == 2
 
 
