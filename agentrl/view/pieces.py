@@ -23,11 +23,10 @@ def token_pieces(ids: Sequence[int], decode: Decode, before: Sequence[int] = ())
         decode: converts ids to text, control tokens included.
         before: tokens right before `ids`; without them, the first token is the beginning of a text.
     """
-    leads = [before[-count:] for count in range(CONTEXT, CONTEXT + LONGEST)]
-    whole = (lead for lead in leads if not decode(lead).startswith(UNFINISHED))  # not from inside a character
-    reader = Detokenizer(decode)
-    for id in next(whole, leads[0]):
-        reader.feed(id)
+    for count in range(CONTEXT, CONTEXT + LONGEST):
+        reader = Detokenizer(decode)
+        if not "".join(map(reader.feed, before[-count:])).startswith(UNFINISHED):  # not from inside a character
+            break
     found = [reader.feed(id) for id in ids]
     if found:
         found[-1] += reader.close()

@@ -71,9 +71,12 @@ def test_a_character_in_bytes_is_the_same_in_every_window():
 
     whole = token_pieces(ids, text)
     assert whole == ["hello", "", "", "€", "", "", "", "🎉", "", "é", " hello"]
-    for size in range(1, 5):
-        windows = [span_pieces(ids, low, min(low + size, len(ids)), text) for low in range(0, len(ids), size)]
-        assert [piece for window in windows for piece in window] == whole
+    family = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "👩‍🔬日本👩".encode()]  # no word between them
+    for each in (ids, family):
+        for size in range(1, 5):
+            ends = [(low, min(low + size, len(each))) for low in range(0, len(each), size)]
+            windows = [span_pieces(each, low, high, text) for low, high in ends]
+            assert [piece for window in windows for piece in window] == token_pieces(each, text)
 
 
 def test_a_segment_continues_the_text_of_its_parent():
