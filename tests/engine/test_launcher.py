@@ -182,6 +182,20 @@ async def test_the_log_of_a_server_that_is_given_up_outlasts_the_run(tmp_path: P
     assert kept.read_text() == "CUDA out of memory"
 
 
+def test_a_log_is_kept_without_a_copy_and_for_its_owner_only(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "run").mkdir()
+    host, log = launched(tmp_path / "run", SERVER), tmp_path / "run" / "server.log"
+    assert host.keep_log() == log  # there is none yet
+    assert list(tmp_path.iterdir()) == [tmp_path / "run"]
+    log.write_text("it starts")
+    kept = host.keep_log()
+    log.write_text("out of memory")
+    assert host.keep_log() == kept
+    assert kept.samefile(log)
+    assert kept.stat().st_mode & 0o077 == 0
+
+
 async def test_a_server_that_never_answers_is_ended(tmp_path: Path) -> None:
     host = launched(tmp_path, "import time; time.sleep(600)", start_timeout_s=0.5)
     with pytest.raises(EngineError, match="start_timeout_s"):

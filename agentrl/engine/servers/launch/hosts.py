@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import shutil
 import tempfile
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,15 +60,15 @@ class LaunchedHost:
             await self.process.stop()
 
     def keep_log(self) -> Path:
-        """Copy the log out of the folder that the run removes at its end, over an earlier copy."""
-        try:
-            if self._kept is None:
-                file, name = tempfile.mkstemp(prefix="agentrl-", suffix=f"-{self._log.name}")
-                os.close(file)
-                self._kept = Path(name)
-            shutil.copyfile(self._log, self._kept)
-        except OSError:  # no room, or no log
-            return self._log
+        """Give the log a second name outside the folder that the run removes at its end; return where it is."""
+        if self._kept is None:
+            kept = Path(tempfile.gettempdir()) / f"agentrl-{uuid.uuid4().hex[:8]}-{self._log.name}"
+            try:
+                self._log.chmod(0o600)  # the folder, too, is closed to others
+                kept.hardlink_to(self._log)
+            except OSError:  # no log, or no such links here
+                return self._log
+            self._kept = kept
         return self._kept
 
     async def _start(self, port: int) -> InferenceServer:
