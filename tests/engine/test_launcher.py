@@ -307,13 +307,14 @@ def test_a_server_for_adapters_is_started_with_their_rank_and_layers(tmp_path: P
     assert "lora" not in " ".join(launch_recipe(config, tmp_path, "python", 0).command(1))
 
 
-def test_vllm_prepares_the_layers_that_get_adapters_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", ["model.layers.0", "transformer.h.0", "h.0"])
+def test_vllm_prepares_the_layers_that_get_adapters_only(block: str, tmp_path: Path) -> None:
     """With its output layer prepared too, it ends when it scores a prompt while it samples."""
     config = EngineConfig(kind="vllm", device="cpu", sync="lora")
     (tmp_path / "config.json").write_text(json.dumps({"head_dim": 64}))
     save_file(
         {
-            "model.layers.0.self_attn.q_proj.weight": torch.zeros(2, 2),
+            f"{block}.self_attn.q_proj.weight": torch.zeros(2, 2),
             "lm_head.weight": torch.zeros(2, 2),
         },
         tmp_path / "model.safetensors",
@@ -321,6 +322,17 @@ def test_vllm_prepares_the_layers_that_get_adapters_only(tmp_path: Path) -> None
     command = launch_recipe(config, tmp_path, "python", 0, LoRAConfig(rank=4)).command(1)
     assert "--lora-target-modules q_proj" in " ".join(command)
     assert "lm_head" not in command
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+async def test_a_missing_model_and_one_without_layers_have_different_errors(kind: Any, tmp_path: Path) -> None:
+    config = EngineConfig(kind=kind, device="cpu", sync="lora")
+    with pytest.raises(ConfigError, match=r"model' does not exist; give the path"):
+        await open_engine(config, tmp_path / "model", LoRAConfig())
+    with pytest.raises(
+        ConfigError, match=r"has no safetensors with linear layers .* name the layers in learner\."
+    ):
+        await open_engine(config, model_in(tmp_path), LoRAConfig())
 
 
 async def test_an_adapter_that_vllm_would_not_score_is_refused(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ class AdapterStand:
         return [adapter.name for adapter in (*self._older, self.current) if adapter is not self._base]
 
 
+_IN_BLOCK = re.compile(r"(^|\.)(layers|h)\.\d")
 _ROUTED = re.compile(r"\.(experts|gate|router)\.")
 
 
@@ -98,11 +99,14 @@ def _linear_names(model: Path) -> set[str]:
             for name in tensors.keys():  # noqa: SIM118  (it is no mapping)
                 if (
                     name.endswith(".weight")
-                    and ".layers." in name
+                    and _IN_BLOCK.search(name)
                     and not _ROUTED.search(name)
                     and len(tensors.get_slice(name).get_shape()) == 2
                 ):
                     names.add(name.split(".")[-2])
     if not names:
-        raise ConfigError(f"{model} has no linear layers in blocks: name them in learner.lora.targets")
+        raise ConfigError(
+            f"{model} has no safetensors with linear layers in numbered blocks: name the layers in "
+            "learner.lora.targets"
+        )
     return names

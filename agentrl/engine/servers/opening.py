@@ -33,9 +33,9 @@ async def open_served(
         lora = None
     elif lora is None:
         config = config.model_copy(update={"sync": "auto"})
+    check_model_folder(model, f"model directory {str(model)!r}")
     if lora is not None:  # what the servers would reject later
         KINDS[config.kind].adapters(config, lora, model, None)
-    check_model_folder(model, f"model directory {str(model)!r}")
     if not config.server.urls:
         refuse_unlisted_optimizer(model, f"model directory {str(model)!r}")
     scratch = ScratchFolder("engine")
