@@ -329,10 +329,11 @@ async def test_a_missing_model_and_one_without_layers_have_different_errors(kind
     config = EngineConfig(kind=kind, device="cpu", sync="lora")
     with pytest.raises(ConfigError, match=r"model' does not exist; give the path"):
         await open_engine(config, tmp_path / "model", LoRAConfig())
-    with pytest.raises(
-        ConfigError, match=r"has no safetensors with linear layers .* name the layers in learner\."
-    ):
-        await open_engine(config, model_in(tmp_path), LoRAConfig())
+    if kind == "sglang":  # vLLM prepares all layers unless some are named
+        with pytest.raises(
+            ConfigError, match=r"has no safetensors with linear layers .* name the layers in learner"
+        ):
+            await open_engine(config, model_in(tmp_path), LoRAConfig())
 
 
 async def test_an_adapter_that_vllm_would_not_score_is_refused(tmp_path: Path) -> None:

@@ -458,6 +458,11 @@ def _adapters(config: EngineConfig, lora: LoRAConfig, model: Path, gpu: int | No
     """Reserve room for two adapters; SGLang counts requests without one (health checks) as a third."""
     check_targets(lora)
     targets = adapted_layers(lora, model)
+    if not targets:
+        raise ConfigError(
+            f"{model} has no safetensors with linear layers in numbered blocks: name the layers in "
+            "learner.lora.targets"
+        )
     if unknown := sorted(set(targets) - ADAPTED):
         raise ConfigError(
             f"learner.lora.targets {lora.targets}: SGLang serves no adapters of {', '.join(unknown)}: name other "

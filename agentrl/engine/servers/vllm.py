@@ -491,7 +491,8 @@ def _adapters(config: EngineConfig, lora: LoRAConfig, model: Path, gpu: int | No
             "the check after each update does: remove lm_head, or use another engine.sync, which sends merged "
             "weights"
         )
-    line = ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2", "--lora-target-modules", *targets]
+    line = ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2"]
+    line += ["--lora-target-modules", *targets] if targets else []
     return line, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
 
 
