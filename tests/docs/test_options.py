@@ -28,7 +28,6 @@ OTHERS = {
     "--ignore-requires-python",
     "--incremental-streaming-output",
     "--logprobs-mode",
-    "--lora-target-modules",
     "--max-loras-per-batch",
     "--max-model-len",
     "--max-num-batched-tokens",

@@ -189,6 +189,8 @@ def test_the_youngest_gives_way_and_its_tokens_are_kept(models: dict[str, Path])
 def test_the_rounding_of_the_batch_changes_no_token(models: dict[str, Path], temperature: float):
     """Three times the rounding that was measured, and another batch and other chunks.
 
+    With the other way of sampling, twenty times as much changes tokens on every processor; this much on some.
+
     For greedy sampling, each logit occurs twice, so that every token is a tie.
     """
     length = 150 if temperature else 10
@@ -212,4 +214,4 @@ def test_the_rounding_of_the_batch_changes_no_token(models: dict[str, Path], tem
     assert len(expected) == 40
     assert tokens(True, noise) == expected
     assert tokens(True, noise, max_slots=7, prefill_chunk=16) == expected
-    assert tokens(False, noise) != expected, "the noise changes nothing: the test does not show anything"
+    assert tokens(False, 20 * noise) != expected, "the noise changes nothing: the test does not show anything"

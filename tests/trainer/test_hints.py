@@ -241,6 +241,7 @@ def test_the_hint_is_before_a_summary_whatever_tokens_join_them(tmp_path: Path, 
     tokenizer = json.loads(file.read_text())
     tokenizer["pre_tokenizer"] |= {"use_regex": False}
     size = max(*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"])) + 1
+    tokenizer["model"]["vocab"] |= {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
     written = merged.replace("\n", "Ċ")  # as byte-level tokenizers write a newline
     for n in range(1, len(written)):
         tokenizer["model"]["vocab"][written[: n + 1]] = size + n

@@ -20,7 +20,7 @@ from agentrl.trainer.logging import logging
 from agentrl.trainer.run import train_run
 from agentrl.trainer.step_log import StepLog
 
-GENTLE = {"optim": {"lr": 0.1, "weight_decay": 0.1, "warmup_steps": 2, "schedule": "linear"}}
+GENTLE = {"optim": {"lr": 0.1, "weight_decay": 0.1, "warmup_steps": 2}}
 
 
 class Told(Silent):
