@@ -225,10 +225,11 @@ async def test_what_a_worker_leaves_in_other_groups_ends_with_it(
 
 
 async def test_a_worker_that_died_between_episodes_is_replaced(renderer: Renderer, program: Path):
-    async with playing(renderer, WorkerAgent(["python", str(program)], 1)) as player:
+    agent = WorkerAgent(["python", str(program)], 1)
+    async with playing(renderer, agent) as player:
         await play(player, "a")
         os.kill(Answered.outcomes[0]["pid"], 9)
-        while alive(Answered.outcomes[0]["pid"]):  # noqa: ASYNC110
+        while any(worker.alive for worker in agent._all):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert (await play(player, "b")).error is None
     assert [o["count"] for o in Answered.outcomes] == [1, 1]

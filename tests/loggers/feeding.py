@@ -14,6 +14,7 @@ from pathlib import Path
 def main() -> None:
     """Log steps; with --die, be killed as soon as the logger has taken them."""
     from agentrl.config.loggers import LoggerConfig
+    from agentrl.reporting.loggers import log_feed
     from agentrl.reporting.loggers.log_feed import LogFeed
     from agentrl.reporting.loggers.make import make_loggers
     from agentrl.reporting.loggers.protocol import RunInfo
@@ -21,6 +22,7 @@ def main() -> None:
 
     folder, name, first, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     notes: list[str] = []
+    log_feed.FLUSH_S = 90.0  # a busy machine takes more than the seconds that a run waits
     loggers = make_loggers([LoggerConfig.model_validate({"use": name, **json.load(sys.stdin)})])
     feed = LogFeed(loggers, notes.append)
     config = {"steps": 6, "model": {"path": "größe"}, "options": {"key": "(hidden)"}}
