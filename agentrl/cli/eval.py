@@ -294,7 +294,11 @@ def _check_overrides(overrides: list[str], endpoint: Endpoint | None) -> None:
 
 
 def _check_training_temperature(overrides: list[str]) -> None:
-    """Raises ConfigError for that of training, which only several attempts without a --temperature take."""
+    """Refuse training's temperature where it is not used: several attempts without a --temperature use it.
+
+    Raises:
+        ConfigError: an override sets it.
+    """
     for text in overrides:
         if ("rollout", "temperature") in keys_set(text):
             raise ConfigError(f"--set {text}: has no effect on this evaluation; use --temperature")

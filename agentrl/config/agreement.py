@@ -320,8 +320,8 @@ def _check_unrewarded(config: RunConfig) -> None:
         return
     if config.rollout.overlong == "penalise":
         raise ValueError(
-            "rollout.overlong penalise has no effect with algorithm.advantage: none, which leaves the rewards "
-            "out: use mask, or remove it"
+            "rollout.overlong penalise has no effect with algorithm.advantage: none, which ignores rewards: use "
+            "mask, or remove it"
         )
     own = isinstance(algorithm.loss, OwnFunction)
     averaged = own or algorithm.kl.in_loss or algorithm.entropy_coef > 0

@@ -120,7 +120,7 @@ class OnlyWhen(_OtherKey):
 
 @dataclass(frozen=True, slots=True, init=False)
 class OnlyWhenOrOwn(OnlyWhen):
-    """The same, or while it names a function of the user's own."""
+    """The same, but the key also has an effect while the other key names a function of the user."""
 
     def dead(self, *found: object) -> bool:
         return found[0] not in self.values and ":" not in str(found[0])

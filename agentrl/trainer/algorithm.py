@@ -253,7 +253,7 @@ class Algorithm:
 
 
 def algorithm_of(config: RunConfig, reference_apart: bool, hints: Hints | None, *, record: bool) -> Algorithm:
-    """The algorithm of a run, with what its envs have of their own; see `Algorithm`.
+    """The algorithm of a run, including what its envs override; see `Algorithm`.
 
     Raises:
         ConfigError: a critic without an advantage that needs its values, or the other way round.
