@@ -160,8 +160,7 @@ def run_config(target: str, env: str | None, overrides: list[str]) -> RunConfig:
         ConfigError: there is no such env, or an override is wrong or has no effect on the env.
     """
     from agentrl.cli.eval import of_env
-    from agentrl.config import load_config
-    from agentrl.config.load import make_config
+    from agentrl.config.load import load_sampling_config, make_config
 
     for text in overrides:
         if not all(map(_counts, keys_set(text))):
@@ -171,9 +170,9 @@ def run_config(target: str, env: str | None, overrides: list[str]) -> RunConfig:
             )
     path = Path(target)
     if (path / "config.yaml").is_file():
-        return of_env(load_config(path / "config.yaml", overrides, check_paths=False), env)
+        return of_env(load_sampling_config(path / "config.yaml", overrides, check_paths=False), env)
     if path.suffix in (".yaml", ".yml"):
-        return of_env(load_config(path, overrides), env)
+        return of_env(load_sampling_config(path, overrides, check_paths=True), env)
     bare = {"name": "env", "model": {"tiny": {}}}
     return of_env(make_config(bare, [f"env.use={target}", *overrides], target), env)
 

@@ -215,7 +215,7 @@ def find(
         CheckpointError: no valid weights were found.
         ConfigError: a bare model needs an env, or the env or an override is wrong.
     """
-    from agentrl.config import load_config
+    from agentrl.config.load import load_sampling_config
     from agentrl.eval.evaluate import Subject
     from agentrl.run_folder.store import find_checkpoint
 
@@ -237,7 +237,7 @@ def find(
         check_effect(overrides, "eval FOLDER", f"on an evaluation of {target}, which has the weights")
     target = policy_folder(target)
     if (folder := trained_by(target)) is not None:
-        config = of_env(load_config(folder / "config.yaml", changes, check_paths=False), env)
+        config = of_env(load_sampling_config(folder / "config.yaml", changes, check_paths=False), env)
         # The run deletes a checkpoint when there are newer ones.
         kept = (target.resolve().parent.parent if (target / "config.json").is_file() else folder) / "eval"
         if endpoint is not None:
@@ -245,7 +245,7 @@ def find(
         found = find_checkpoint(target, hold=True)
         return Subject(checkpoint=found.path, step=found.step), config, kept
     if target.is_file():
-        config = of_env(load_config(target, changes), env)
+        config = of_env(load_sampling_config(target, changes, check_paths=True), env)
         if endpoint is not None:
             return Subject(endpoint=endpoint), config, Path("runs/eval")
         if config.model.path is None:

@@ -85,7 +85,7 @@ def rescore(
 
 def _config(run: Path, env: str | None, overrides: Sequence[str]) -> RunConfig:
     """The run's configuration with another env. Raises ConfigError if the override is not one of the env's."""
-    from agentrl.config import load_config
+    from agentrl.config.load import load_sampling_config
 
     for text in overrides:
         if not all(map(_counts, keys_set(text))):
@@ -93,7 +93,7 @@ def _config(run: Path, env: str | None, overrides: Sequence[str]) -> RunConfig:
                 f"--set {text}: has no effect on rewards; only the keys of `env` do, also under `envs.NAME`, and "
                 "reward_model=null, which leaves out the recorded scores"
             )
-    config = load_config(run / "config.yaml", check_paths=False)
+    config = load_sampling_config(run / "config.yaml", (), check_paths=False)
     changes = []
     if env is not None:
         name, given, use = env.partition("=")
@@ -102,7 +102,7 @@ def _config(run: Path, env: str | None, overrides: Sequence[str]) -> RunConfig:
             raise ConfigError(f"--env {env}: the run has several envs; say which: {names}")
         key = f"envs.{name}" if config.envs else "env"
         changes = [f"{key}.use={use if config.envs else env}"]
-    return load_config(run / "config.yaml", [*changes, *overrides], check_paths=False)
+    return load_sampling_config(run / "config.yaml", [*changes, *overrides], check_paths=False)
 
 
 def _counts(loc: Sequence[str]) -> bool:

@@ -153,15 +153,14 @@ def _find(target: Path, overrides: list[str]) -> _Policy:
         ConfigError: the folder is neither, or an override is wrong.
     """
     from agentrl.chat.template import Renderer
-    from agentrl.config import load_config
-    from agentrl.config.load import load_engine
+    from agentrl.config.load import load_engine, load_sampling_config
     from agentrl.rollout.renderer import check_renderer, load_renderer
     from agentrl.run_folder.store import find_checkpoint
 
     check_effect(overrides, "serve", "on serving")
     named, target = target, policy_folder(target)
     if (run := trained_by(target)) is not None:
-        config = load_config(run / "config.yaml", overrides, check_paths=False)
+        config = load_sampling_config(run / "config.yaml", overrides, check_paths=False)
         found = find_checkpoint(target, hold=True)
         renderer = load_renderer(config, found.path)
         check_renderer(renderer, found.path)

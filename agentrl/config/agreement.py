@@ -15,20 +15,28 @@ if TYPE_CHECKING:
     from agentrl.config.teacher import TeacherConfig, TeacherOfEnv
 
 
-def check_sections(config: RunConfig) -> None:
-    """Check a whole configuration.
+def check_sections(config: RunConfig, *, trains: bool = True) -> None:
+    """Check a whole configuration, or only what matters for playing and serving.
 
     Raises:
         ValueError: names the setting, and what to do.
     """
     _check_envs(config)
+    _check_agent(config)
+    _check_compact(config)
+    for name, view in config.by_env.items():
+        _check_room(view, name)
+    _check_sampling(config)
+    if trains:
+        _check_training(config)
+
+
+def _check_training(config: RunConfig) -> None:
     _check_models(config)
     _check_teacher(config)
     _check_teachers_of_envs(config)
     _check_hints(config)
-    _check_agent(config)
     _check_observed(config)
-    _check_compact(config)
     for name, view in config.by_env.items():
         try:
             view.algorithm.refuse_dead_keys()  # its advantage may be another than the run's
@@ -36,7 +44,6 @@ def check_sections(config: RunConfig) -> None:
             raise ValueError(f"envs.{name}: {e}") from None
         _check_distilled(view, name)
         _check_group_size(view, name)
-        _check_room(view, name)
         _check_penalties(view, name)
     _check_unrewarded(config)
     _check_turns(config)
@@ -508,24 +515,36 @@ def _check_loggers(config: RunConfig) -> None:
         raise ValueError(f"loggers: {again} is listed twice and would write to the same place: remove one of them")
 
 
-def _check_places(config: RunConfig) -> None:
-    """Checks of who plays episodes and where tokens are sampled."""
-    rollout = config.rollout
-    if config.engine.server.sleep and rollout.max_staleness:
-        raise ValueError(
-            f"engine.server.sleep needs servers without work during an update, and rollout.max_staleness is "
-            f"{rollout.max_staleness}: set it to 0, or leave sleep out"
-        )
-    evaluation = config.eval
-    for name, each in evaluation.by_set.items() if config.agent is not None else ():
+def _check_sampling(config: RunConfig) -> None:
+    """Checks of where tokens are sampled, and how."""
+    for name, each in config.eval.by_set.items() if config.agent is not None else ():
         if each.top_p < 1 or each.top_k or each.min_p:
             key = f"eval.sets.{name}" if name else "eval"
             raise ValueError(
                 f"{key}.top_p, {key}.top_k and {key}.min_p do not reach the completions of an `agent`: remove them"
             )
-    _check_devices(config)
+    given, on_ray = bool(config.engine.server.urls), config.engine.server.launch == "ray"
+    if config.engine.on_servers and config.engine.device.startswith("cuda:") and (given or on_ray):
+        why = "those in engine.server.urls run already" if given else "Ray chooses their GPUs"
+        raise ValueError(
+            f"engine.device is {config.engine.device}, which does not reach the servers: {why}; write cuda"
+        )
     _check_temperatures(config)
-    if evaluation.background and not any(
+
+
+def _check_places(config: RunConfig) -> None:
+    """Checks of where the run trains, and what works while it does."""
+    rollout, learner = config.rollout, config.learner
+    if config.engine.server.sleep and rollout.max_staleness:
+        raise ValueError(
+            f"engine.server.sleep needs servers without work during an update, and rollout.max_staleness is "
+            f"{rollout.max_staleness}: set it to 0, or leave sleep out"
+        )
+    if config.learner_on_ray and learner.device.startswith("cuda:"):
+        raise ValueError(
+            f"learner.device is {learner.device}, and Ray chooses the GPU of each rank: write cuda, or auto"
+        )
+    if config.eval.background and not any(
         each.every for view in config.by_env.values() for each in view.eval.by_set.values()
     ):
         raise ValueError(
@@ -546,16 +565,3 @@ def _check_temperatures(config: RunConfig) -> None:
         for part, each in view.eval.by_set.items():
             key = f"eval.sets.{part}" if part else "eval"
             config.engine.refuse_temperature(each.temperature, f"{where}{key}.temperature")
-
-
-def _check_devices(config: RunConfig) -> None:
-    """A GPU by its number means something only to processes that this machine starts themselves."""
-    learner, engine = config.learner, config.engine
-    if config.learner_on_ray and learner.device.startswith("cuda:"):
-        raise ValueError(
-            f"learner.device is {learner.device}, and Ray chooses the GPU of each rank: write cuda, or auto"
-        )
-    given, on_ray = bool(engine.server.urls), engine.server.launch == "ray"
-    if engine.on_servers and engine.device.startswith("cuda:") and (given or on_ray):
-        why = "those in engine.server.urls run already" if given else "Ray chooses their GPUs"
-        raise ValueError(f"engine.device is {engine.device}, which does not reach the servers: {why}; write cuda")

@@ -20,7 +20,7 @@ from agentrl.config.choice import choice_of, is_own
 from agentrl.config.datafiles import data_files, is_dataset_name
 from agentrl.config.dump import RESOLVED
 from agentrl.config.engine import EngineConfig
-from agentrl.config.facts import DataFiles, NamesCode, PathTo, facts
+from agentrl.config.facts import DataFiles, NamesCode, PathTo, UnusedBy, facts
 from agentrl.config.hub import cached_snapshot, how_to_get, is_hub_id
 from agentrl.config.place import Loc, Places, dotted
 from agentrl.config.run import RunConfig
@@ -62,6 +62,31 @@ def load_config(
     return _run_config(read_source(Path(path)), overrides, Path(path).absolute().parent, check_paths)
 
 
+def load_sampling_config(path: Path, overrides: Sequence[str], *, check_paths: bool) -> RunConfig:
+    """Read the configuration of a run for a command that plays or serves its policy, and trains nothing.
+
+    Settings of training are dropped if the file is only valid without them: an override may contradict one of
+    them, and a run's config.yaml may hold a combination that is refused since. The file of a run that is yet to be
+    trained must be valid without the overrides.
+
+    Args:
+        path: `config.yaml` of a run or of an evaluation, or the YAML file of a run.
+        overrides: as for `load_config`, of keys that affect sampling.
+        check_paths: see `load_config`.
+
+    Raises:
+        ConfigError: all mistakes, one to a paragraph.
+    """
+    try:
+        return load_config(path, overrides, check_paths=check_paths)
+    except ConfigError:
+        source = read_source(path)
+        if source.lines[:1] != [RESOLVED]:
+            load_config(path, check_paths=check_paths)
+        _drop_training(source.data, RunConfig)
+        return _run_config(source, overrides, path.absolute().parent, check_paths, trains=False)
+
+
 def make_config(
     data: Mapping[str, Any], overrides: Sequence[str], outside: str, *, check_paths: bool = True
 ) -> RunConfig:
@@ -79,7 +104,9 @@ def make_config(
     return _run_config(Source(outside, data=dict(data)), overrides, Path.cwd(), check_paths)
 
 
-def _run_config(source: Source, overrides: Sequence[str], folder: Path, check_paths: bool) -> RunConfig:
+def _run_config(
+    source: Source, overrides: Sequence[str], folder: Path, check_paths: bool, *, trains: bool = True
+) -> RunConfig:
     if source.lines[:1] == [RESOLVED]:
         _drop_defaults(source.data, RunConfig)
     for number, override in enumerate(overrides):
@@ -90,7 +117,7 @@ def _run_config(source: Source, overrides: Sequence[str], folder: Path, check_pa
     _name(source, folder)
     config: RunConfig | None = None
     try:
-        config = RunConfig.model_validate(source.data)
+        config = RunConfig.model_validate(source.data, context={"trains": trains})
     except ValidationError as e:
         add_errors(source, e, ())
     if config is not None:
@@ -154,6 +181,23 @@ def _drop_defaults(data: dict[str, Any], section: type[BaseModel]) -> None:
             default = field.get_default(call_default_factory=True)
             if value == (list(default) if isinstance(default, tuple) else default):
                 del data[name]
+
+
+def _drop_training(data: dict[str, Any], section: type[BaseModel]) -> None:
+    """Drop the settings that an evaluation does not use. Others use the name of the run, and `rescore` its reward
+    model, whose scores it looks for."""
+    for name, field in section.model_fields.items():
+        value, each = data.get(name), named_section_of(field)
+        if any("eval" in fact.commands for fact in facts(field, UnusedBy)) and name not in (
+            "name",
+            "reward_model",
+        ):
+            data.pop(name, None)
+            continue
+        inner = each or section_of(field)
+        for part in value.values() if each is not None and isinstance(value, dict) else (value,):
+            if inner is not None and isinstance(part, dict):
+                _drop_training(part, inner)
 
 
 # --- overrides -------------------------------------------------------------------------------------------------

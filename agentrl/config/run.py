@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.parameters import Named
@@ -569,8 +569,8 @@ class RunConfig(Section):
         return data | {"critic": {}} if with_critic else data
 
     @model_validator(mode="after")
-    def _sections_agree(self) -> Self:
-        check_sections(self)
+    def _sections_agree(self, info: ValidationInfo) -> Self:
+        check_sections(self, trains=(info.context or {}).get("trains", True))
         return self
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from agentrl.config.changes import changes_of
-from agentrl.config.load import load_config
+from agentrl.config.load import load_sampling_config
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.eval.result import EvalResult, TaskKey, are_shares, mean_of, task_values
 from agentrl.eval.stats import Paired, differences_of, paired
@@ -117,7 +117,9 @@ def _differences(a: EvalResult, b: EvalResult, folder_a: Path, folder_b: Path) -
     if a.solved != b.solved:
         found.append(f"definition of solved: {a.solved} and {b.solved}")
     try:
-        configs = [load_config(folder / "config.yaml", check_paths=False) for folder in (folder_a, folder_b)]
+        configs = [
+            load_sampling_config(folder / "config.yaml", (), check_paths=False) for folder in (folder_a, folder_b)
+        ]
     except (ConfigError, OSError):  # of a version that knew other keys
         return found
     return found + [

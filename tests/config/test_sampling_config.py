@@ -1,0 +1,114 @@
+"""Commands that play or serve a policy can read its configuration without the settings of training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli.env import run_config
+from agentrl.cli.eval import find
+from agentrl.config import dump_config, load_config
+from agentrl.config.facts import UnusedBy, effects, facts
+from agentrl.config.load import load_sampling_config
+from agentrl.config.schema import fields
+from agentrl.errors import ConfigError
+
+CALCULATOR = "env: agentrl.envs.calculator:Calculator\nmodel: {tiny: {}}\n"
+FILES = "agentrl.envs.files:Files"
+BETWEEN_TURNS = """algorithm: {advantage: {name: turn_level, gamma: 0.9}, observation_coef: 0.1}
+rollout: {max_turns: 3}
+"""
+ON_RAY = """learner: {ranks: 2, lora: {rank: 4}}
+engine: {kind: sglang, sync: lora}
+ray: auto
+algorithm: {observation_coef: 0.1}
+"""
+MIXTURE = f"""envs:
+  one: {{use: "agentrl.envs.calculator:Calculator", rollout: {{max_turns: 4, group_size: 4}}}}
+  two: {{use: "{FILES}", rollout: {{max_turns: 5}}, algorithm: {{advantage: {{name: turn_level, gamma: 0.9}}}}}}
+model: {{tiny: {{}}}}
+"""
+
+
+@pytest.fixture(params=["tools.yaml", "config.yaml"])
+def written(request: pytest.FixtureRequest, tmp_path: Path):
+    """Writes the YAML file of a run, or the file in its folder."""
+
+    def write(text: str) -> Path:
+        file = tmp_path / "tools.yaml"
+        file.write_text(text)
+        if request.param == "config.yaml":
+            resolved = dump_config(load_config(file, check_paths=False))
+            file = tmp_path / "config.yaml"
+            file.write_text(resolved)
+        return file
+
+    return write
+
+
+@pytest.mark.parametrize("training", [BETWEEN_TURNS, ON_RAY])
+def test_an_override_may_contradict_a_setting_of_training(training: str, written):
+    file = written(CALCULATOR + training)
+    changes = ["rollout.max_turns=1"]
+    with pytest.raises(ConfigError, match=r"no effect with rollout\.max_turns 1"):
+        load_config(file, changes, check_paths=False)
+    config = load_sampling_config(file, changes, check_paths=False)
+    assert (config.rollout.max_turns, config.env.use) == (1, "agentrl.envs.calculator:Calculator")
+    assert config.engine.kind == ("sglang" if training is ON_RAY else "local")
+
+
+def test_an_override_of_one_env_may_contradict_a_setting_of_its_training(written):
+    file, changes = written(MIXTURE), ["envs.two.rollout.max_turns=1"]
+    with pytest.raises(ConfigError, match=r"envs.two.algorithm.advantage.gamma has no effect"):
+        load_config(file, changes, check_paths=False)
+    by_env = load_sampling_config(file, changes, check_paths=False).by_env
+    assert [view.rollout.max_turns for view in by_env.values()] == [4, 1]
+
+
+def test_a_run_whose_training_would_be_refused_today_can_be_played(tmp_path: Path):
+    written = dump_config(load_config(_file(tmp_path, CALCULATOR + BETWEEN_TURNS), check_paths=False))
+    file = tmp_path / "config.yaml"
+    file.write_text(written.replace("gamma: 0.9", "gamma: 7").replace("algorithm:", "algorithm:\n  gone: 1"))
+    with pytest.raises(ConfigError, match=r"algorithm\.gone"):
+        load_config(file, check_paths=False)
+    assert load_sampling_config(file, (), check_paths=False).rollout.max_turns == 3
+    assert run_config(str(tmp_path), None, []).rollout.max_turns == 3
+    file.write_text(written.replace("max_turns: 3", "max_turns: 0"))
+    with pytest.raises(ConfigError, match=r"rollout\.max_turns must be greater than 0, got 0") as refused:
+        load_sampling_config(file, (), check_paths=False)
+    assert "gone" not in str(refused.value)
+
+
+def test_what_decides_an_evaluation_is_the_same_without_overrides(written):
+    file = written(CALCULATOR + BETWEEN_TURNS)
+    complete = load_config(file, check_paths=False)
+    assert dump_config(load_sampling_config(file, (), check_paths=False)) == dump_config(complete)
+
+
+def test_mistakes_in_a_file_that_was_not_trained_with_are_errors(tmp_path: Path):
+    file = _file(tmp_path, CALCULATOR + "algorithm: {advantage: nope}\n")
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage must be one of"):
+        find(file, None, ["rollout.max_turns=1"])
+
+
+def test_no_setting_of_sampling_depends_on_a_setting_of_training():
+    """Else dropping those of training would make others have no effect."""
+    dropped: set[tuple[str, ...]] = set()
+    depends = []
+    for loc, field in fields():
+        if loc[:-1] in dropped or any("eval" in fact.commands for fact in facts(field, UnusedBy)):
+            dropped.add(loc)
+        else:
+            depends += [(loc, key) for effect in effects(field) for key in effect.keys]
+    assert dropped
+    assert depends
+    for loc, key in depends:
+        around = [(*loc[:depth], *key.split(".")) for depth in range(len(loc))]
+        assert not dropped.intersection(around), (loc, key)
+
+
+def _file(folder: Path, text: str) -> Path:
+    file = folder / "tools.yaml"
+    file.write_text(text)
+    return file
