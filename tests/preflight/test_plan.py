@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForTokenClassification
 from typer.testing import CliRunner
 
+from agentrl.cli import main
 from agentrl.cli.app import app
 from agentrl.config.run import RunConfig
 from agentrl.errors import ConfigError
@@ -500,7 +502,14 @@ CODE = {"AutoModelForCausalLM": "own.Model", "AutoModelForSequenceClassification
     ],
     ids=["config", "model", "reward model"],
 )
-def test_code_of_a_model_folder_is_never_run(tmp_path: Path, command: list[str], own: dict[str, Any], role: str):
+def test_code_of_a_model_folder_is_never_run(
+    tmp_path: Path,
+    command: list[str],
+    own: dict[str, Any],
+    role: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
     """transformers would ask whether to, and run it after a yes."""
     folder, ran = tmp_path / "model", tmp_path / "ran"
     folder.mkdir()
@@ -514,12 +523,15 @@ def test_code_of_a_model_folder_is_never_run(tmp_path: Path, command: list[str],
     roles = "".join(f"{key}: {value}\n" for key, value in models.items() if key == role)
     roles += "" if role == "model" else "model: {tiny: {}}\n"
     yaml.write_text(f"env: agentrl.envs.calculator:Calculator\n{roles}name: own\n")
-    called = [sys.executable, "-m", "agentrl", command[0], str(yaml), *command[1:]]
-    done = subprocess.run(called, input="y\n" * 9, capture_output=True, text=True, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    with pytest.raises(SystemExit) as left:
+        main([command[0], str(yaml), *command[1:]])
     assert not ran.exists()
-    assert done.returncode == 2
-    assert ("agentrl runs no code from model folders" in done.stderr) == (own["model_type"] == "own")
-    assert "Do you wish" not in done.stdout + done.stderr
+    assert left.value.code == 2
+    printed = capsys.readouterr()
+    assert ("agentrl runs no code from model folders" in printed.err) == (own["model_type"] == "own")
+    assert "Do you wish" not in printed.out + printed.err
 
 
 @pytest.mark.parametrize(
