@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from agentrl.learner.shard import World
 from tests.learner.sequence_program import forked, learner, spec_of
 from tests.learner.train_models import make_batch, write_model
@@ -19,11 +21,33 @@ STEPS = 6
 SLEEP_S = 0.2
 
 
+def slow_down(model: nn.Module) -> None:
+    """Its first block waits at least SLEEP_S, and on a busy machine much longer than a forward takes there."""
+    began, slept, longest = 0.0, 0.0, 0.0
+
+    def begin(module: nn.Module, args: object) -> None:
+        nonlocal began, slept
+        began, slept = time.monotonic(), 0.0
+
+    def wait(module: nn.Module, args: object) -> None:
+        nonlocal slept
+        slept = max(SLEEP_S, 5 * longest)
+        time.sleep(slept)
+
+    def end(module: nn.Module, args: object, output: object) -> None:
+        nonlocal longest
+        longest = max(longest, time.monotonic() - began - slept)
+
+    model.register_forward_pre_hook(begin)
+    model.layers[0].register_forward_pre_hook(wait)
+    model.register_forward_hook(end)
+
+
 def train(folder: Path, world: World, sequence: int) -> list[dict[str, Any]]:
     """A few steps; the blocks of rank 1 take longer."""
     driver = learner(spec_of(folder, "qwen3", world.size, sequence), world)
     if world.rank == 1:
-        driver.policy.model.layers[0].register_forward_pre_hook(lambda module, args: time.sleep(SLEEP_S))
+        slow_down(driver.policy.model)
     found = []
     for seed in range(STEPS):
         began = time.monotonic()

@@ -27,6 +27,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_run_on_another_device_is_the_run_on_the_cpu(tmp_path: Path):
     model = tmp_path / "model"
     make_tiny_model(model, ["Say something about it", "Go on"] * 9, TinyModel(**TINY["tiny"]))
