@@ -22,6 +22,8 @@ RAY_ENVIRONMENT = {
     "RAY_worker_niceness": "0",
 }
 """Set before Ray is imported, unless the user has: no reports home, GPUs left visible, workers not at nice 15."""
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Set by `ray job submit`: files on the cluster of the job, which one that is started here cannot fetch."""
 SIGACTION_BYTES = 1024
 """More than a `struct sigaction` has anywhere."""
 STARTS = 4
@@ -63,6 +65,7 @@ def connect(ray: Any, address: str | None, *, cpus: int) -> bool:
             except (OSError, ValueError, RuntimeError) as e:
                 raise ConfigError(f"ray {address!r}: {_refused(e)}") from e
             return True
+        os.environ.pop(JOB_CONFIG, None)
         cpus = max(os.cpu_count() or 1, cpus)
         for attempt in range(STARTS):
             before = _children()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import ConfigError, WorkerLost
-from agentrl.ray_cluster import STARTS, connect
+from agentrl.ray_cluster import JOB_CONFIG, STARTS, connect
 
 
 class SlowRay:
@@ -64,6 +64,21 @@ def test_a_cluster_that_asks_for_a_token_is_not_said_to_be_missing(tmp_path: Pat
         "ray 'auto': Failed to connect to Ray cluster at 10.0.0.1:6379. If it asks"
     )
     assert "needs that file and RAY_AUTH_MODE=token in its environment" in str(caught.value)
+
+
+class Submitted(SlowRay):
+    """Records whether a cluster gets the files of the job that the process is the entrypoint of."""
+
+    def init(self, **options: object) -> None:
+        self.parts.append(os.environ.get(JOB_CONFIG))
+
+
+def test_only_the_cluster_of_a_submitted_job_gets_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(JOB_CONFIG, '{"runtime_env": {"working_dir": "gcs://_ray_pkg_1.zip"}}')
+    ray = Submitted(tmp_path)
+    connect(ray, "auto", cpus=1)
+    connect(ray, None, cpus=1)
+    assert ray.parts == ['{"runtime_env": {"working_dir": "gcs://_ray_pkg_1.zip"}}', None]
 
 
 SIGNALED = """

@@ -62,6 +62,11 @@ def start_run(
                 display.note(f"resumes the run in {store.path}")
             if store.changes:
                 display.note(f"changed settings: {'; '.join(map(str, store.changes))}")
+            if any(part.startswith("_ray_pkg_") for part in store.path.absolute().parts):
+                display.note(
+                    f"{store.path} is in Ray's temporary copy of the job's working directory, which Ray deletes; "
+                    "name a folder elsewhere with --run-dir, in Python run_dir="
+                )
             display.phase("start")
             display.within("importing torch")  # many seconds on a cold disk
             from agentrl.rollout.build import expect_engine

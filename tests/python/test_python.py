@@ -548,6 +548,22 @@ def test_a_run_folder_may_be_text():
     assert Path(summary.run) == Path("mine").absolute()
 
 
+def test_a_run_folder_that_ray_deletes_with_its_job_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def refuse(*_: object, **__: object) -> None:
+        raise agentrl.ConfigError("enough")
+
+    monkeypatch.setattr("agentrl.trainer.run.train_run", refuse)
+    (tmp_path / "working_dir_files" / "_ray_pkg_1a2b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "working_dir_files" / "_ray_pkg_1a2b")
+    config = agentrl.configure(SMALL | {"name": "named"})
+    for folder, said in ((None, True), (tmp_path / "kept", False)):
+        with pytest.raises(agentrl.ConfigError, match="enough"):
+            agentrl.start_run(config, run_dir=folder)
+        assert ("--run-dir" in " ".join(capsys.readouterr().out.split())) == said
+
+
 def test_mistakes_are_those_of_a_yaml_file():
     with pytest.raises(agentrl.ConfigError, match=r"rollout.group_sise.*group_size"):
         agentrl.configure(SMALL | {"rollout": {"group_sise": 4}})
