@@ -107,7 +107,8 @@ def _dead_keys(around: tuple[Section, ...], loc: tuple[str, ...], strict: bool) 
             others = tuple(other for other, _ in found)
             if isinstance(value, Section) and field.default is not None:
                 keys = value.model_fields_set if strict else value.written
-                yield from (DeadKey((*here, key), others, values, fact) for key in sorted(keys))
+                given = sorted(key for key in keys if getattr(value, key) is not None)
+                yield from (DeadKey((*here, key), others, values, fact) for key in given)
             elif strict or name in section.written:
                 yield DeadKey(here, others, values, fact)
             break

@@ -46,8 +46,11 @@ def add_errors(source: Source, invalid: ValidationError, around: Loc) -> None:
 def add_dead_keys(source: Source, found: Iterable[DeadKey], around: Loc) -> None:
     """Add keys without effect; `around` leads to the section in which they were found."""
     for key in found:
-        loc = (*around, *key.loc)
-        _add(source, [Problem(loc, key.text(around), source.spot(loc), on_key=True)])
+        loc, text = (*around, *key.loc), key.text(around)
+        spot, causes = source.spot(loc), [source.spot((*around, *other)) for other in key.others]
+        if any(cause and cause.flag for cause in causes) and not (spot and spot.flag):
+            text += f" (--set {dotted(loc)}=null takes it back)"
+        _add(source, [Problem(loc, text, spot, on_key=True)])
 
 
 def _add(source: Source, problems: Iterable[Problem]) -> None:

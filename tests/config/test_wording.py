@@ -239,3 +239,17 @@ def test_an_error_in_the_section_of_an_env_names_its_key_and_place(tmp_path: Pat
         load_config(
             file, ["envs.a.eval.attempts=1", "envs.b={use: m:C}", "envs.b.eval.attempts=3"], check_paths=False
         )
+
+
+def test_an_override_without_which_the_file_is_right_names_what_else_to_override(tmp_path: Path):
+    file = tmp_path / "tools.yaml"
+    file.write_text(f"{HEAD}engine: {{kind: sglang, sync: tensor, server: {{python: /bin/python}}}}\n")
+    overrides = ["engine.kind=local"]
+    for key in ("engine.sync", "engine.server.python"):
+        hint = rf"{key} has no effect .*: remove one of them \(--set {key}=null takes it back\)\n"
+        with pytest.raises(ConfigError, match=hint):
+            load_config(file, overrides, check_paths=False)
+        overrides.append(f"{key}=null")
+    assert load_config(file, overrides, check_paths=False).engine.kind == "local"
+    with pytest.raises(ConfigError, match=r"^--set engine.sync=disk: .*remove one of them$"):
+        load_config(file, ["engine.sync=disk", *overrides[:1], *overrides[2:]], check_paths=False)
