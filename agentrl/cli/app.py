@@ -11,6 +11,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Annotated
 
@@ -103,12 +104,15 @@ def _show_traceback(kind: type[BaseException], error: BaseException, trace: Trac
     print(visible("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
+_OURS = Path(__file__).parents[1]
 _plain_warning = warnings.formatwarning
 
 
 def _visible_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
+    if category is UserWarning and Path(filename).is_relative_to(_OURS):  # as a run notes them
+        return visible(f"note: {message}\n")
     return visible(_plain_warning(message, category, filename, lineno, line))
 
 

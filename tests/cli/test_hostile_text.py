@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.cli import main
+from agentrl.engine.servers import server_engine
 from agentrl.reporting.safe_console import SafeConsole
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\u202edrowssap\u200b\x9b1m\U000e0041\u3164"
@@ -31,9 +32,12 @@ def test_warnings_and_tracebacks(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         raise ValueError(HOSTILE)
     except ValueError as error:
         sys.excepthook(ValueError, error, error.__traceback__)
-    for said in (capsys.readouterr().err, warnings.formatwarning(HOSTILE, UserWarning, "file.py", 1)):
+    noted = warnings.formatwarning(HOSTILE, UserWarning, server_engine.__file__, 1)
+    for said in (capsys.readouterr().err, warnings.formatwarning(HOSTILE, UserWarning, "file.py", 1), noted):
         assert "drowssap" in said
         assert obeyed(said) == []
+    assert noted.startswith("note: ")
+    assert ".py" not in noted
 
 
 def test_keys_of_configurations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
