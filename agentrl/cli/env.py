@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from agentrl.cli.options import client_secret, keys_set
+from agentrl.cli.options import client_secret
 from agentrl.errors import ConfigError
 from agentrl.extras import require
 from agentrl.sigterm import set_at_end
@@ -159,8 +159,9 @@ def run_config(target: str, env: str | None, overrides: list[str]) -> RunConfig:
     Raises:
         ConfigError: there is no such env, or an override is wrong or has no effect on the env.
     """
-    from agentrl.cli.eval import of_env
     from agentrl.config.load import load_sampling_config, make_config
+    from agentrl.config.overrides import keys_set
+    from agentrl.eval.target import of_env
 
     for text in overrides:
         if not all(map(_counts, keys_set(text))):

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.cli.options import PlayOverrides, check_effect, given_options, keys_set, policy_folder, trained_by
+from agentrl.cli.options import PlayOverrides, given_options
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agentrl.config import RunConfig
-    from agentrl.engine.chat_client import Endpoint
-    from agentrl.eval.evaluate import Subject
-    from agentrl.eval.result import EvalResult, Prices
-    from agentrl.types import Filters
+    from agentrl.eval.result import EvalResult
 
 
 class Split(StrEnum):
@@ -110,11 +106,6 @@ Compare = Annotated[
     typer.Option(metavar="A B", help="Compare two finished evaluations task by task.", show_default=False),
 ]
 
-_INSTEAD = {
-    f"eval.{key}": f"--{key.replace('_', '-')}" for key in ("attempts", "temperature", "top_p", "top_k", "min_p")
-}
-"""Options that do what these keys do in training."""
-
 
 def evaluate(
     context: typer.Context,
@@ -152,37 +143,31 @@ def evaluate(
 
     Run the same command again to resume.
     """
-    from agentrl.reporting.safe_console import SafeConsole
-
     if compare is not None:
-        given = [each for each in given_options(context) if each != "--compare"]
-        if rest := [*([str(target)] if target else []), *given]:
-            raise ConfigError(
-                "--compare takes the folders of two evaluations and plays nothing: drop the rest "
-                f"({', '.join(rest)})"
-            )
-        from agentrl.eval.compare import compare as compare_folders
-        from agentrl.eval.tables import comparison_text
-
-        SafeConsole().print(comparison_text(compare_folders(*compare)), soft_wrap=True)
+        _compare(context, target, *compare)
         return
     bounds = _bounds(minimum, attempts)
-    endpoint = _endpoint(base_url, model, api_key_env, request)
-    prices = _prices(price_prompt, price_completion, price_cached, endpoint)
+
+    from agentrl.eval import target as names
+
+    fields = partial(_pairs, request, "--request") if request else None
+    endpoint = names.make_endpoint(base_url, model, api_key_env, fields)
+    prices = names.make_prices(price_prompt, price_completion, price_cached, endpoint)
     if temperature is not None or attempts == 1:
-        _check_training_temperature(overrides)
-    subject, config, base = find(target, env, overrides, endpoint)
+        names.check_training_temperature(overrides)
+    subject, config, base = names.find(target, env, overrides, endpoint)
 
     from agentrl.eval.evaluate import EvalOptions, default_folder, make_spec
     from agentrl.eval.evaluate import evaluate as play
     from agentrl.reporting.display import make_display
+    from agentrl.reporting.safe_console import SafeConsole
 
     options = EvalOptions(
         split="held_out" if split is Split.HELD_OUT else "train",
         tasks=tasks,
         attempts=attempts,
         temperature=temperature,
-        filters=_filters(top_p, top_k, min_p),
+        filters=names.make_filters(top_p, top_k, min_p),
         concurrency=concurrency or (16 if endpoint else config.engine.max_slots),
         prices=prices,
     )
@@ -190,6 +175,20 @@ def evaluate(
     with make_display(config.name, again="", console=SafeConsole(stderr=True)) as display:
         result = play(subject, config, options, folder=folder, fresh=fresh, reporter=display)
     _say(result, bounds)
+
+
+def _compare(context: typer.Context, target: Path | None, a: Path, b: Path) -> None:
+    """Print how evaluation B differs from A. Raises ConfigError if there are other arguments."""
+    from agentrl.eval.compare import compare
+    from agentrl.eval.tables import comparison_text
+    from agentrl.reporting.safe_console import SafeConsole
+
+    given = [each for each in given_options(context) if each != "--compare"]
+    if rest := [*([str(target)] if target else []), *given]:
+        raise ConfigError(
+            f"--compare takes the folders of two evaluations and plays nothing: drop the rest ({', '.join(rest)})"
+        )
+    SafeConsole().print(comparison_text(compare(a, b)), soft_wrap=True)
 
 
 def _say(result: EvalResult, bounds: dict[str, float]) -> None:
@@ -204,139 +203,6 @@ def _say(result: EvalResult, bounds: dict[str, float]) -> None:
         SafeConsole(stderr=True).print(f"--min: {text}", style="red", soft_wrap=True, highlight=False)
     if short or result.lost:
         raise typer.Exit(1)
-
-
-def find(
-    target: Path | None, env: str | None, overrides: list[str], endpoint: Endpoint | None = None
-) -> tuple[Subject, RunConfig, Path]:
-    """What is evaluated, its configuration, and the default folder of its evaluations.
-
-    Raises:
-        CheckpointError: no valid weights were found.
-        ConfigError: a bare model needs an env, or the env or an override is wrong.
-    """
-    from agentrl.config.load import load_sampling_config
-    from agentrl.eval.evaluate import Subject
-    from agentrl.run_folder.store import find_checkpoint
-
-    _check_overrides(overrides, endpoint)
-    named = env is not None and ":" not in env  # one of several envs of the run
-    changes = [f"env.use={env}", "envs=null", *overrides] if env and not named else overrides
-    if target is None:
-        if endpoint is None:
-            raise ConfigError("name a policy: a run folder, a checkpoint, or --base-url and --model")
-        if env is None:
-            raise ConfigError("name an environment: --env module:Class, or a run folder or YAML file with its env")
-        return Subject(endpoint=endpoint), _bare(endpoint.model, changes, exists=False), Path("runs/eval")
-    if str(target).startswith(("http:/", "https:/")) and not target.exists():
-        raise ConfigError(
-            f"{str(target).replace(':/', '://', 1)}: is a URL, not a folder; give it with --base-url, the model "
-            "there with --model, and the env with --env module:Class, a run folder or a YAML file"
-        )
-    if target.is_dir():
-        check_effect(overrides, "eval FOLDER", f"on an evaluation of {target}, which has the weights")
-    target = policy_folder(target)
-    if (folder := trained_by(target)) is not None:
-        config = of_env(load_sampling_config(folder / "config.yaml", changes, check_paths=False), env)
-        # The run deletes a checkpoint when there are newer ones.
-        kept = (target.resolve().parent.parent if (target / "config.json").is_file() else folder) / "eval"
-        if endpoint is not None:
-            return Subject(endpoint=endpoint), config, kept
-        found = find_checkpoint(target, hold=True)
-        return Subject(checkpoint=found.path, step=found.step), config, kept
-    if target.is_file():
-        config = of_env(load_sampling_config(target, changes, check_paths=True), env)
-        if endpoint is not None:
-            return Subject(endpoint=endpoint), config, Path("runs/eval")
-        if config.model.path is None:
-            raise ConfigError(f"{target}: makes its model in training; train it first, then give its run folder")
-        return Subject(checkpoint=Path(config.model.path)), config, Path("runs/eval")
-    if not (target / "config.json").is_file():
-        find_checkpoint(target)
-        raise ConfigError(
-            f"{target}: has no config.yaml; give a run folder, a checkpoint in one, or a model directory"
-        )
-    if endpoint is not None:
-        raise ConfigError(f"{target} and --base-url {endpoint.address}: give one of them")
-    if env is None:
-        raise ConfigError(f"{target}: is a model outside of a run; name what it plays: --env module:Class")
-    return Subject(checkpoint=target), _bare(str(target), changes), Path("runs/eval")
-
-
-def of_env(config: RunConfig, env: str | None) -> RunConfig:
-    """The run as one of its envs sees it; a run of one env itself.
-
-    Raises:
-        ConfigError: the run has several envs and none is chosen, or it has no env of this name.
-    """
-    from agentrl.suggest import did_you_mean
-
-    names = ", ".join(config.envs)
-    if config.envs and env is None:
-        raise ConfigError(f"the run has several envs; name the one to evaluate: --env NAME (one of {names})")
-    if env is None or (":" in env and not config.envs):
-        return config
-    if env in config.envs:
-        return config.by_env[env]
-    hint = did_you_mean(env, list(config.envs), otherwise=f"its envs are {names}") if config.envs else ""
-    raise ConfigError(
-        f"--env {env}: the run has no env of this name; {hint}"
-        if config.envs
-        else f"--env {env}: must be `module:Class` or `path/to/file.py:Class`"
-    )
-
-
-def _check_overrides(overrides: list[str], endpoint: Endpoint | None) -> None:
-    """Check that every flag has an effect here. Raises ConfigError."""
-    check_effect(overrides, "eval", "on an evaluation", _INSTEAD)
-    if endpoint is not None:
-        check_effect(overrides, "eval --base-url", f"with --base-url {endpoint.address}")
-
-
-def _check_training_temperature(overrides: list[str]) -> None:
-    """Refuse training's temperature where it is not used: several attempts without a --temperature use it.
-
-    Raises:
-        ConfigError: an override sets it.
-    """
-    for text in overrides:
-        if ("rollout", "temperature") in keys_set(text):
-            raise ConfigError(f"--set {text}: has no effect on this evaluation; use --temperature")
-
-
-def _bare(model: str, changes: list[str], *, exists: bool = True) -> RunConfig:
-    """The configuration of a policy outside of a run: the defaults with the overrides of the flags."""
-    from agentrl.config.load import make_config
-
-    return make_config(
-        {"name": "eval", "model": {"path": os.path.abspath(model)}}, changes, model, check_paths=exists
-    )
-
-
-def _filters(top_p: float | None, top_k: int | None, min_p: float | None) -> Filters:
-    """The sampling filter. Raises ConfigError if it leaves no tokens."""
-    from agentrl.types import Filters
-
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ConfigError(f"--top-p {top_p:g}: must be above 0 and at most 1")
-    if min_p is not None and not 0 <= min_p < 1:
-        raise ConfigError(f"--min-p {min_p:g}: must be at least 0 and below 1")
-    return Filters(1.0 if top_p is None else top_p, top_k or 0, min_p or 0.0)
-
-
-def _endpoint(base_url: str | None, model: str | None, api_key_env: str, request: list[str]) -> Endpoint | None:
-    from agentrl.engine.chat_client import Endpoint
-
-    if base_url is None:
-        for name, given in (("model", model), ("api-key-env", api_key_env), ("request", request)):
-            if given:
-                raise ConfigError(f"--{name} has no effect without --base-url")
-        return None
-    if model is None:
-        raise ConfigError(f"--base-url {base_url}: name the model there: --model NAME")
-    endpoint = Endpoint(base_url, model, api_key_env, request=_pairs(request, "--request"))
-    endpoint.key()
-    return endpoint
 
 
 def _pair(text: str, option: str) -> tuple[str, Any]:
@@ -357,20 +223,6 @@ def _pairs(texts: list[str], option: str) -> dict[str, Any]:
             raise ConfigError(f"{option} {text}: {key} is given twice; keep one of them")
         found[key] = value
     return found
-
-
-def _prices(
-    prompt: float | None, completion: float | None, cached: float | None, endpoint: Endpoint | None
-) -> Prices | None:
-    from agentrl.eval.result import Prices
-
-    if prompt is None and completion is None and cached is None:
-        return None
-    if endpoint is None:
-        raise ConfigError("prices have no effect without --base-url")
-    if prompt is None or completion is None:
-        raise ConfigError("give both --price-prompt and --price-completion")
-    return Prices(prompt, completion, cached)
 
 
 def _bounds(minimum: list[str], attempts: int) -> dict[str, float]:

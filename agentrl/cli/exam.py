@@ -144,9 +144,9 @@ def examined_config(target: str, overrides: list[str]) -> RunConfig:
 
 def _subject(options: ExamOptions) -> Subject | None:
     """The model of the difficulty profile. Raises ConfigError if the options do not fit together."""
-    from agentrl.cli.options import policy_folder
     from agentrl.engine.chat_client import Endpoint
     from agentrl.eval.evaluate import Subject
+    from agentrl.rollout.policy_folder import policy_folder
     from agentrl.run_folder.store import find_checkpoint
 
     if options.endpoint is not None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.cli.options import keys_set
 from agentrl.errors import ConfigError
 from agentrl.extras import require
 from agentrl.plural import plural
@@ -86,6 +85,7 @@ def rescore(
 def _config(run: Path, env: str | None, overrides: Sequence[str]) -> RunConfig:
     """The run's configuration with another env. Raises ConfigError if the override is not one of the env's."""
     from agentrl.config.load import load_sampling_config
+    from agentrl.config.overrides import keys_set
 
     for text in overrides:
         if not all(map(_counts, keys_set(text))):

@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.cli.options import (
-    PlayOverrides,
-    check_effect,
-    client_secret,
-    given_options,
-    policy_folder,
-    trained_by,
-)
+from agentrl.cli.options import PlayOverrides, client_secret, given_options
 from agentrl.errors import ConfigError, TemplateError
 from agentrl.extras import require
 from agentrl.sigterm import set_at_end
@@ -154,6 +147,8 @@ def _find(target: Path, overrides: list[str]) -> _Policy:
     """
     from agentrl.chat.template import Renderer
     from agentrl.config.load import load_engine, load_sampling_config
+    from agentrl.config.overrides import check_effect
+    from agentrl.rollout.policy_folder import policy_folder, trained_by
     from agentrl.rollout.renderer import check_renderer, load_renderer
     from agentrl.run_folder.store import find_checkpoint
 

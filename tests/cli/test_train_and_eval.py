@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli import main
-from agentrl.cli.eval import find
 from agentrl.cli.serve import _find as serve_find
 from agentrl.engine.chat_client import Endpoint
 from agentrl.errors import CheckpointError, ConfigError
+from agentrl.eval.target import find
 from agentrl.run_folder.checkpoints import steps_saved
 from agentrl.run_folder.records import read_episodes, read_metrics
 from agentrl.run_folder.store import find_checkpoint

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli.eval import find
-from agentrl.cli.options import policy_folder
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
+from agentrl.eval.target import find
+from agentrl.rollout.policy_folder import policy_folder
 
 ID = "Acme/Small-1.5"
 

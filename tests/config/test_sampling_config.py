@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli.env import run_config
-from agentrl.cli.eval import find
 from agentrl.config import dump_config, load_config
 from agentrl.config.facts import UnusedBy, effects, facts
 from agentrl.config.load import load_sampling_config
 from agentrl.config.schema import fields
 from agentrl.errors import ConfigError
+from agentrl.eval.target import find
 
 CALCULATOR = "env: agentrl.envs.calculator:Calculator\nmodel: {tiny: {}}\n"
 FILES = "agentrl.envs.files:Files"
