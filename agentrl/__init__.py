@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from agentrl.errors import ConfigError as ConfigError
     from agentrl.errors import InfraError as InfraError
     from agentrl.python.configure import configure as configure
+    from agentrl.python.evaluating import compare as compare
+    from agentrl.python.evaluating import evaluate as evaluate
     from agentrl.python.reading import read_metrics as read_metrics
     from agentrl.python.rollouts import rollouts as rollouts
     from agentrl.python.rollouts import training_rows as training_rows
@@ -63,6 +65,7 @@ _HOMES = {
     "agentrl.env": ("Env", "StepInfo", "Stop", "TextEnv", "ToolEnv", "ToolResult", "reward", "tool"),
     "agentrl.errors": ("AgentRLError", "ConfigError", "InfraError"),
     "agentrl.python.configure": ("configure",),
+    "agentrl.python.evaluating": ("compare", "evaluate"),
     "agentrl.python.rollouts": ("rollouts", "training_rows"),
     "agentrl.python.training": ("train", "train_blocking"),
     "agentrl.python.reading": ("read_metrics",),

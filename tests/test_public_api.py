@@ -32,6 +32,7 @@ NAMES = {
     ),
     *("Turn", "load_config", "read_episodes", "read_groups", "read_metrics", "reward", "start_run", "tool"),
     *("Sample", "configure", "rollouts", "train", "train_blocking", "training_rows"),
+    *("compare", "evaluate"),
 }
 HEAVY = {
     "torch",
@@ -242,6 +243,7 @@ for call in (
     lambda: agentrl.start_run(agentrl.configure(config)),
     lambda: agentrl.rollouts(config, 2),
     lambda: agentrl.training_rows([], config),
+    lambda: agentrl.evaluate(env=config | {"model": {"path": "."}}),
 ):
     try:
         call()
@@ -256,5 +258,5 @@ def test_without_the_train_extra_every_name_is_there_and_a_call_names_the_extra(
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     needs = "needs torch, which is not installed: pip install 'agentrl-train[train]'"
-    calls = ["training", "training", "agentrl.rollouts", "agentrl.training_rows"]
+    calls = ["training", "training", "agentrl.rollouts", "agentrl.training_rows", "agentrl.evaluate"]
     assert result.stdout.splitlines() == [f"{call} {needs}" for call in calls]

@@ -14,6 +14,7 @@ from agentrl.config.load import load_sampling_config
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.eval.result import EvalResult, TaskKey, are_shares, mean_of, task_values
 from agentrl.eval.stats import Paired, differences_of, paired
+from agentrl.eval.tables import comparison_text
 from agentrl.run_folder.records import read_records, recorded_steps
 
 
@@ -40,6 +41,9 @@ class Comparison:
     worst: Sequence[str]
     notes: Sequence[str]
     changed: int = 0
+
+    def __str__(self) -> str:
+        return comparison_text(self).plain
 
 
 DECISIVE = (

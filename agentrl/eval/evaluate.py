@@ -14,7 +14,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -181,6 +181,7 @@ def evaluate(
     folder: Path,
     fresh: bool = False,
     reporter: Reporter,
+    run: Callable[[Coroutine[None, None, None]], None] = asyncio.run,
 ) -> EvalResult:
     """Play tasks and report the result; resumes an unfinished folder.
 
@@ -191,6 +192,7 @@ def evaluate(
         folder: the folder of this evaluation.
         fresh: start over; the old folder is renamed.
         reporter: shows the progress.
+        run: runs what is played to its end, on a new event loop.
 
     Raises:
         CheckpointError: it was trained with another tokenizer, template or parser.
@@ -207,14 +209,20 @@ def evaluate(
         require("train", "agentrl eval")
     with RunStore.open(config, folder, fresh=fresh, exact=True) as store:
         try:
-            return _evaluate(subject, config, options, spec, store, reporter)
+            return _evaluate(subject, config, options, spec, store, reporter, run)
         except AgentRLError:
             store.discard()
             raise
 
 
 def _evaluate(
-    subject: Subject, config: RunConfig, options: EvalOptions, spec: EvalSpec, store: RunStore, reporter: Reporter
+    subject: Subject,
+    config: RunConfig,
+    options: EvalOptions,
+    spec: EvalSpec,
+    store: RunStore,
+    reporter: Reporter,
+    run: Callable[[Coroutine[None, None, None]], None],
 ) -> EvalResult:
     _claim(store, spec)
     reporter.phase("start")
@@ -244,7 +252,7 @@ def _evaluate(
     content = replace(content, train_tasks=(), held_out_tasks=chosen)
     progress = _Progress(store, subject.step, spec.attempts, reporter)
     started = time.monotonic()
-    asyncio.run(_play(subject, config, options, spec, content, progress))
+    run(_play(subject, config, options, spec, content, progress))
     rule = content.make_env().solved_rule()
     return progress.finish(spec, time.monotonic() - started, options.prices, "" if rule is None else str(rule))
 

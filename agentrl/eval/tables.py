@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from agentrl.env.solved import NOT_DECLARED
-from agentrl.eval.compare import Comparison
 from agentrl.eval.result import EvalResult
 from agentrl.eval.stats import Estimate
 from agentrl.plural import plural
 from agentrl.reporting.display import duration, percent
+
+if TYPE_CHECKING:
+    from agentrl.eval.compare import Comparison
 
 WIDEST = 40
 """Characters of a name that are shown."""

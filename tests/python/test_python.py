@@ -33,6 +33,7 @@ from agentrl.run_folder.records import read_metrics
 from agentrl.sandbox import Sandbox
 from agentrl.trainer.signals import StopRequest
 from agentrl.types import Group, Task
+from agentrl.view.episode_text import num_sampled
 from tests.trainer.test_mixture import TINY
 
 SMALL: dict[str, Any] = {
@@ -505,13 +506,26 @@ def test_rows_of_several_envs_have_the_advantages_of_each():
     assert found == pytest.approx({"a0": -(0.5**0.5), "a1": 0.5**0.5, "b0": -0.5, "b1": 0.5}, abs=1e-5)
 
 
-def test_rollouts_of_a_run_play_its_newest_checkpoint():
+class Longer(Calculator):
+    """Work it out."""
+
+
+@pytest.mark.timeout(90)
+def test_rollouts_and_evaluations_of_a_run_play_its_newest_checkpoint():
     summary = agentrl.train_blocking(SMALL | {"name": "trained"})
     assert {len(agentrl.read_episodes(summary.run, step)) for step in (1, 2)} == {4}
     (group,) = agentrl.rollouts(SMALL, 1, model=summary.run, split="held_out")
     assert group.task.id.startswith("held_out") or "held" in group.task.id
     with pytest.raises(agentrl.AgentRLError, match="no such folder"):
         list(agentrl.rollouts(SMALL, 1, model="nowhere"))
+    own = agentrl.evaluate(summary.run, {"env": Longer, "rollout": {"max_tokens": 3, "max_turns": 1}}, tasks=1)
+    assert (own.step, own.folder.parent) == (2, Path(summary.run) / "eval")
+    assert own.result.spec.env.endswith(":Longer")
+    assert [num_sampled(episode) for episode in own.episodes()] == [3]
+    assert agentrl.load_config(own.folder / "config.yaml").model.tiny is not None, "that of the policy's run"
+    run = agentrl.evaluate(env=summary.run, tasks=1)
+    same = agentrl.evaluate(f"{summary.run}@2", tasks=1)
+    assert (same.folder, len(same.notes)) == (run.folder, 1), "a run has a policy and an env"
 
 
 class Broken(ToolEnv):
