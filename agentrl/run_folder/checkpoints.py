@@ -18,6 +18,8 @@ from agentrl.run_folder.files import fsync_dir, read_bounded, share_weights, wri
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d+)")
+_held: dict[tuple[int, int], int] = {}
+"""The checkpoints that this process holds: open folders by device and inode."""
 
 
 @contextmanager
@@ -104,6 +106,9 @@ def hold(checkpoint: Path) -> None:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except (FileNotFoundError, BlockingIOError):
             raise CheckpointError(f"{checkpoint}: the run has deleted it") from None
+        folder = os.fstat(handle)
+        if _held.setdefault((folder.st_dev, folder.st_ino), handle) != handle:
+            os.close(handle)  # held already
 
 
 def _seal(folder: Path, step: int) -> None:

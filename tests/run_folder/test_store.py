@@ -327,6 +327,16 @@ def test_a_checkpoint_stays_while_its_evaluation_runs(tmp_path: Path):
         assert checkpoints.steps_saved(folder) == [5], "the best is not kept"
 
 
+def test_a_process_that_loads_a_checkpoint_often_holds_it_once(tmp_path: Path):
+    with RunStore.open(config(), tmp_path / "r") as store:
+        save(store, 1, keep=1)
+    find_checkpoint(tmp_path / "r", hold=True)
+    before = len(os.listdir("/dev/fd"))
+    for _ in range(20):
+        find_checkpoint(tmp_path / "r", hold=True)
+    assert len(os.listdir("/dev/fd")) < before + 20
+
+
 def test_a_checkpoint_that_another_process_holds_stays(tmp_path: Path):
     code = (
         "import sys\n"
