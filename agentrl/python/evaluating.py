@@ -24,7 +24,7 @@ from agentrl.config.load import load_sampling_config
 from agentrl.config.run import ModelConfig, RunConfig
 from agentrl.engine.chat_client import Endpoint
 from agentrl.env.env import Env
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError, EngineError
 from agentrl.eval import target as names
 from agentrl.eval.compare import Comparison
 from agentrl.eval.compare import compare as compare_folders
@@ -353,7 +353,7 @@ def _play(
             show = partial(make_display, config.name, again="", console=console)
             reporter = notes if console is None else stack.enter_context(show())
             result = play(subject, config, options, folder=folder, fresh=fresh, reporter=reporter, run=loop.run)
-        return EvaluationResult(result, subject.step, tuple(map(_in_words, notes.texts)))
+        return EvaluationResult(result, subject.step, tuple(map(_note, notes.texts)))
 
     if not in_event_loop():
         return call()
@@ -418,15 +418,31 @@ def _in_python() -> Iterator[None]:
     """Errors name the arguments of `evaluate`, not the options of the command."""
     try:
         yield
-    except AgentRLError as e:
-        e.args = tuple(_in_words(part) if isinstance(part, str) else part for part in e.args)
+    except (CheckpointError, ConfigError, EngineError) as e:
+        if _is_own(e):
+            e.args = tuple(_in_words(part) if isinstance(part, str) else part for part in e.args)
         raise
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether no other code raised it, whose words it would repeat; those of an endpoint name no options."""
+    cause = error.__cause__
+    return (
+        cause is None
+        or type(cause).__module__.startswith("openai")
+        or (isinstance(cause, AgentRLError) and _is_own(cause))
+    )
+
+
+def _note(text: str) -> str:
+    """A note in the words of Python; only these two name options, and others may repeat what an env says."""
+    named = text.startswith(("--tasks", "this evaluation is complete"))
+    return (_in_words(text) if named else text).replace("the same command", "the same call")
 
 
 def _in_words(text: str) -> str:
     """The same text with arguments in place of options."""
-    found = _OPTION.sub(lambda option: _ARGUMENTS.get(option[1], option[0]), text)
-    return found.replace("the same command", "the same call")
+    return _OPTION.sub(lambda option: _ARGUMENTS.get(option[1], option[0]), text)
 
 
 _OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)(?:, in Python \w+=(?:True)?)?")

@@ -216,6 +216,19 @@ def test_a_folder_with_other_things_is_refused_with_the_argument_to_change():
         agentrl.evaluate(env=Echo, out="mine", fresh=True, **URL)
 
 
+class Wordy(Echo):
+    """Mentions options of other programs."""
+
+    @classmethod
+    def tasks(cls, split: str, seed: int) -> list[Task]:
+        raise ValueError("the generator needs --model and --tasks")
+
+
+def test_what_the_code_of_an_env_says_stays_as_it_is():
+    with pytest.raises(agentrl.ConfigError, match="the generator needs --model and --tasks"):
+        agentrl.evaluate(env=Wordy, **URL)
+
+
 def test_the_command_says_which_form_an_env_has(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main(["eval", "--env", "calc", "--base-url", URL["base_url"], "--model", "m"])
