@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import json
 import math
@@ -189,6 +190,7 @@ def evaluate(
     """
     with _in_python():
         _check(policy, split, overrides, out)
+        _check_texts(base_url=base_url, model=model, api_key_env=api_key_env)
         attempts = _whole("attempts", attempts) or 1
         tasks, concurrency = _whole("tasks", tasks), _whole("concurrency", concurrency)
         temperature = _number("temperature", temperature)
@@ -238,6 +240,26 @@ def _check(policy: object, split: object, overrides: object, out: object) -> Non
         raise ConfigError(f"overrides is {overrides!r}: give a list of texts such as 'rollout.max_turns=3'")
     if out is not None and not isinstance(out, str | os.PathLike):
         raise ConfigError(f"out is {_kind(out)}: give the path of a folder")
+    for name, path in (("policy", policy), ("out", out)):
+        if path is not None and not _may_exist(path):
+            raise ConfigError(f"{name} is {str(path)[:60]!r}: no file system has such a path")
+
+
+def _may_exist(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is short enough and has no NUL."""
+    try:
+        os.stat(path)
+    except OSError as e:
+        return e.errno != errno.ENAMETOOLONG
+    except ValueError:
+        return False
+    return True
+
+
+def _check_texts(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"{name} is {value!r}: give a text")
 
 
 def _kind(value: object) -> str:
@@ -277,6 +299,8 @@ def _find(
     """What is evaluated, its configuration, and the default folder of its evaluations."""
     if policy is not None and endpoint is not None:
         raise ConfigError("policy and base_url: give one of them; the run whose env is played is `env`")
+    if isinstance(env, str) and "\n" in env:
+        raise ConfigError("env is a text of several lines: give the path of a YAML file, or its data as a mapping")
     target = None if policy is None else Path(policy)
     if callable(env):
         return names.find(target, name_object(env), overrides, endpoint)
@@ -304,12 +328,14 @@ def _find(
 
 def _is_file_of_run(env: str) -> bool:
     """Whether a text names a YAML file or a run folder, and not an env."""
-    return env.endswith((".yaml", ".yml")) or Path(env).is_file() or _run_folder(env) is not None
+    return env.endswith((".yaml", ".yml")) or os.path.isfile(env) or _run_folder(env) is not None
 
 
 def _run_folder(env: object) -> Path | None:
     """The run folder that a path names."""
-    return Path(env) if isinstance(env, str | os.PathLike) and (Path(env) / "config.yaml").is_file() else None
+    if not isinstance(env, str | os.PathLike):
+        return None
+    return Path(env) if os.path.isfile(os.path.join(env, "config.yaml")) else None
 
 
 def _configuration(
