@@ -81,6 +81,17 @@ class ServerConfig(Section):
             raise ValueError("--port has no effect: the run gives each server a free port; remove it")
         return args
 
+    @field_validator("environment")
+    @classmethod
+    def _variables(cls, environment: dict[str, str]) -> dict[str, str]:
+        for name, value in environment.items():
+            if not name or "=" in name or "\0" in name + value:
+                raise ValueError(
+                    f"{name!r} cannot be set: the name of a variable is not empty and has no `=`, and neither it "
+                    "nor the value has a null character"
+                )
+        return environment
+
     @field_validator("urls")
     @classmethod
     def _addresses(cls, urls: list[str]) -> list[str]:

@@ -5,6 +5,7 @@ Errors name the options of `agentrl eval`; `agentrl.evaluate` puts its arguments
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -211,7 +212,7 @@ def make_endpoint(
 def make_prices(
     prompt: float | None, completion: float | None, cached: float | None, endpoint: Endpoint | None
 ) -> Prices | None:
-    """The prices of the endpoint's tokens. Raises ConfigError if one is missing or has no effect."""
+    """The prices of the endpoint's tokens. Raises ConfigError if one is missing, infinite or has no effect."""
     from agentrl.eval.result import Prices
 
     if prompt is None and completion is None and cached is None:
@@ -220,4 +221,6 @@ def make_prices(
         raise ConfigError("prices have no effect without --base-url")
     if prompt is None or completion is None:
         raise ConfigError("give both --price-prompt and --price-completion")
+    if not all(map(math.isfinite, (prompt, completion, cached or 0.0))):
+        raise ConfigError("--price-prompt, --price-completion and --price-cached must be finite numbers")
     return Prices(prompt, completion, cached)

@@ -329,6 +329,10 @@ def test_what_eval_plays(trained: Path, tmp_path: Path, monkeypatch: pytest.Monk
     [
         (["r", "--model", "m"], "--model has no effect without --base-url"),
         (["r", "--price-prompt", "1"], "prices have no effect without --base-url"),
+        (
+            ["--base-url", "http://x/v1", "--model", "m", "--price-prompt", "inf", "--price-completion", "1"],
+            "--price-prompt, --price-completion and --price-cached must be finite numbers",
+        ),
         (["--base-url", "http://x/v1"], "name the model there: --model NAME"),
         *(
             (["--env", "a:B", "--base-url", url, "--model", "m"], f"--base-url {url}: {text}")
