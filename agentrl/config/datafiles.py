@@ -41,9 +41,12 @@ def data_files(spec: str | Sequence[str], split: Literal["train", "held_out"] = 
     """
     found: list[Path] = []
     for text in [spec] if isinstance(spec, str) else spec:
-        for path in _files(text, split):
-            if path not in found:
-                found.append(path)
+        try:
+            files = _files(text, split)
+        except OSError as e:  # the name is too long, a folder may not be listed
+            where = "" if e.filename in (None, text) else f"{e.filename:.200}: "
+            raise ConfigError(f"{text:.200} cannot be read: {where}{e.strerror or e}") from None
+        found += [path for path in files if path not in found]
     if not found:
         raise ConfigError("the list of files is empty")
     return found
@@ -67,7 +70,7 @@ def _files(text: str, split: str) -> list[Path]:
         if not matches:
             raise ConfigError(f"no file matches {text}")
         return matches
-    raise ConfigError(f"there is no file {text}")
+    raise ConfigError(f"{text} is neither a file nor a folder" if path.exists() else f"there is no file {text}")
 
 
 def _cached(name: str) -> Path:
@@ -87,10 +90,13 @@ def _cached(name: str) -> Path:
 
 def _in_folder(folder: Path, text: str, split: str, pattern: str | None) -> list[Path]:
     """The files of a folder (or the saved datasets, as in a saved `DatasetDict`) that hold the rows of `split`."""
+    everything = (
+        Path(inside, name) for inside, _, names in os.walk(folder, onerror=_unless_gone) for name in names
+    )
     files = [
         p.parent if p.name == SAVED else p
-        for p in sorted(folder.rglob("*"))
-        if p.suffix in SUFFIXES and p.is_file() and p.name not in _NO_ROWS
+        for p in sorted(p for p in everything if p.suffix in SUFFIXES and p.name not in _NO_ROWS)
+        if p.is_file()
     ]
     names = {p: p.relative_to(folder).as_posix() for p in files}
     if pattern is not None:
@@ -99,18 +105,26 @@ def _in_folder(folder: Path, text: str, split: str, pattern: str | None) -> list
         chosen = files if len(files) == 1 and split == "train" else []
         for word in () if chosen else _WORDS[split]:
             chosen = chosen or [p for p in files if re.search(rf"(^|[^a-z]){word}([^a-z]|$)", names[p].lower())]
-    there = (
+    listed = (
         ", ".join(names.values()) if len(names) <= 6 else f"{len(names)} files, {next(iter(names.values()))} first"
     )
     if not chosen:
         wanted = f"matching {pattern}" if pattern else f"of the split {split}"
         raise ConfigError(
-            f"{text}: no .jsonl, .json or .parquet file {wanted} in {folder} (there are: {there or 'none'})"
+            f"{text}: no .jsonl, .json or .parquet file {wanted} in {folder} (there are: {listed or 'none'})"
         )
     places = {p.parent for p in chosen}
     if pattern is None and len(places) > 1:
+        shown = sorted(p.relative_to(folder).as_posix() for p in places)
+        more = ", ..." if len(shown) > 6 else ""
         raise ConfigError(
-            f"{text}: rows of the split {split} are in {len(places)} folders ("
-            f"{', '.join(sorted(p.relative_to(folder).as_posix() for p in places))}): name the files"
+            f"{text}: rows of the split {split} are in {len(places)} folders ({', '.join(shown[:6])}{more}): name "
+            "the files"
         )
     return chosen
+
+
+def _unless_gone(error: OSError) -> None:
+    """Raise what keeps a folder from being listed; one that was removed meanwhile has no files."""
+    if not isinstance(error, FileNotFoundError):
+        raise error

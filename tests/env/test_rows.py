@@ -1,6 +1,7 @@
 """Rows of files of every kind, alone and together."""
 
 import json
+import os
 
 import pytest
 
@@ -118,6 +119,22 @@ def test_a_folder_is_read_by_split(tmp_path):
     (tmp_path / "test.jsonl").unlink()
     with pytest.raises(ConfigError, match="of the split held_out in"):
         data_files(str(tmp_path), "held_out")
+
+
+def test_what_is_no_file_or_cannot_be_listed_is_said(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ConfigError, match=r"pipe\.jsonl is neither a file nor a folder"):
+        data_files(str(tmp_path / "pipe.jsonl"))
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        data_files("x" * 5000)
+
+
+def test_a_folder_of_many_datasets_is_refused_in_one_line(tmp_path):
+    for number in range(40):
+        (tmp_path / f"part-{number:02}").mkdir()
+        (tmp_path / f"part-{number:02}" / "train.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match=r"in 40 folders \(part-00, .*, part-05, \.\.\.\): name the files"):
+        data_files(str(tmp_path))
 
 
 @pytest.fixture
