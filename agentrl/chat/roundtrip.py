@@ -109,6 +109,13 @@ def reads_calls(renderer: Renderer) -> bool:
     )
 
 
+def unread_name(renderer: Renderer, name: str) -> Misread | str | None:
+    """Return None if a call of a tool with this name survives: some formats use a name for something else."""
+    tool = {**TOOL, "function": {**TOOL["function"], "name": name}}
+    call = ToolCall(renderer.parser.call_id(name, 0), name, REQUIRED["a call"])
+    return read_back(renderer, "a call", Message("assistant", tool_calls=(call,)), tool)
+
+
 def messages(parser: Parser) -> Iterator[tuple[str, Message]]:
     """Return messages with calls, by shape; those of `REQUIRED` come first."""
 
@@ -122,13 +129,15 @@ def messages(parser: Parser) -> Iterator[tuple[str, Message]]:
     yield "text before a call", say({"query": "a"}, content="Let me see.")
 
 
-def read_back(renderer: Renderer, shape: str, message: Message) -> Misread | str | None:
+def read_back(
+    renderer: Renderer, shape: str, message: Message, tool: Mapping[str, Any] = TOOL
+) -> Misread | str | None:
     """Return None if calls and text survive; otherwise what was parsed instead, or why the template refuses."""
     try:
-        ids = renderer.completion_ids(message, [TOOL])
+        ids = renderer.completion_ids(message, [tool])
     except TemplateError as e:
         return str(e)
-    read = renderer.parse(ids, tools=[TOOL])
+    read = renderer.parse(ids, tools=[tool])
     if calls_of(read) == calls_of(message) and str(read.content).split() == str(message.content).split():
         return None
     came = f"{read.content!r}" if not read.tool_calls else ", ".join(f"{n}({a})" for n, a in calls_of(read))

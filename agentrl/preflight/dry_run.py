@@ -39,7 +39,7 @@ from agentrl.rollout.episode_metrics import reward_parts
 from agentrl.rollout.group import with_group_rewards
 from agentrl.rollout.oracle import author_method
 from agentrl.rollout.prompts import fitting, prompt_tokens
-from agentrl.rollout.renderer import load_renderer
+from agentrl.rollout.renderer import load_renderer, require_template
 from agentrl.rollout.rewards.model import check_reward_model
 from agentrl.rollout.task_tools import task_tools, task_tools_now
 from agentrl.run_folder.records import EpisodeRecord
@@ -152,7 +152,7 @@ def rehearse(
         renderer = load_renderer(config, folder)
         proof = prove(renderer)
         tools = task_tools_now(content.make_env, content.train_tasks)
-        proof.require(tools=bool(tools))
+        require_template(renderer, tools)
         try:
             found = asyncio.run(_closing_pools(_rehearse(config, content, renderer, proof, max_context, say)))
         except (InfraError, EnvError, RewardError) as e:

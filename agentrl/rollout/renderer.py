@@ -10,11 +10,12 @@ from typing import Any
 
 from agentrl.chat.parsers import Parsed, Parser
 from agentrl.chat.proof import prove
+from agentrl.chat.roundtrip import unread_name
 from agentrl.chat.template import Renderer
 from agentrl.config.choice import is_own
 from agentrl.config.run import RunConfig
 from agentrl.env.load import said_by
-from agentrl.errors import AgentRLError, CheckpointError, ConfigError, traceback_of
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError, TemplateError, traceback_of
 from agentrl.importing import load_object
 
 RENDERER_FILE = "renderer.json"
@@ -91,12 +92,19 @@ def own_parser(spec: str) -> Parser:
 
 
 def require_template(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> None:
-    """Check that the chat template is usable and that its tool calls can be parsed.
+    """Check that the chat template is usable and that its tool calls can be parsed, with the names of these tools.
 
     Raises:
         TemplateError: gives the reason and a remedy.
     """
     prove(renderer).require(tools=bool(tools))
+    for tool in tools:
+        name = tool.get("function", tool)["name"]
+        if (lost := unread_name(renderer, name)) is not None:
+            raise TemplateError(
+                f"the tool {name!r} cannot be called in the format {renderer.parser.name} of this chat template, "
+                f"which uses the name for something else: {lost}; rename the tool"
+            )
 
 
 def check_renderer(renderer: Renderer, checkpoint: Path) -> None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,18 @@ from agentrl.rollout.renderer import load_renderer, own_parser, require_template
 from agentrl.serve.reader import MessageReader
 from agentrl.types import Message, ToolCall
 from tests.chat.chat_tokenizers import CHATML_MARKERS, CHATML_SPECIAL, QWEN3, make, needs_qwen3
-from tests.chat.families import CHATML, KIMI_K2, LISTED, LLAMA3_JSON, MISTRAL, QWEN3_CODER, QWEN25
+from tests.chat.families import (
+    CHATML,
+    FUNCTIONARY_V32,
+    KIMI_K2,
+    LISTED,
+    LLAMA3_JSON,
+    MISTRAL,
+    MUSE_GLIMMER,
+    QWEN3_CODER,
+    QWEN25,
+    Family,
+)
 
 CALLED = Message("assistant", "", tool_calls=(ToolCall("call00000", "look_up", {"query": "a", "limit": 2}),))
 ANSWER = Message("tool", "3", tool_call_id="call00000", name="look_up")
@@ -399,3 +411,15 @@ def test_a_demonstration_that_the_template_refuses_as_a_whole_is_refused(tmp_pat
     said = [Message("user", "Go."), Message("assistant", "One."), Message("assistant", "Two.")]
     with pytest.raises(TemplateError, match=r"\[user assistant assistant\].*roles must alternate"):
         imitate(Renderer.from_directory(folder), said)
+
+
+@pytest.mark.parametrize(("family", "taken"), [(FUNCTIONARY_V32, ("all",)), (MUSE_GLIMMER, ("user", "self"))])
+def test_a_tool_whose_name_the_format_uses_is_refused(tmp_path: Path, family: Family, taken: Sequence[str]):
+    renderer = Renderer.from_directory(family.directory(tmp_path))
+    require_template(renderer, [TOOL])
+    for name in taken:
+        tool = {"type": "function", "function": {**TOOL["function"], "name": name}}
+        with pytest.raises(
+            TemplateError, match=rf"the tool '{name}' cannot be called in the format {family.parser}"
+        ):
+            require_template(renderer, [TOOL, tool])
