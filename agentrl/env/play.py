@@ -13,6 +13,7 @@ from typing import Any
 from agentrl.env.env import Env
 from agentrl.env.stand_in import with_stand_in
 from agentrl.env.tasks import with_own_row
+from agentrl.env.toolenv.json_schema import INTEGER
 from agentrl.env.toolenv.observe import plain_text
 from agentrl.errors import RewardError
 from agentrl.types import HINT_FAULT, Episode, Message, StopReason, Task, ToolCall, ToolSchema, Turn
@@ -158,6 +159,8 @@ def _scalar(kind: str, schema: Mapping[str, Any], rng: random.Random, words: Seq
                 int(low) + ("exclusiveMinimum" in schema), int(high) - ("exclusiveMaximum" in schema)
             )
         return rng.uniform(low, high)
+    if schema.get("pattern") == INTEGER:
+        return str(rng.randint(0, 99))
     if examples := FORMATS.get(schema.get("format", "")):
         return rng.choice(examples)
     text = rng.choice(list(words))

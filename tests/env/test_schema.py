@@ -18,6 +18,7 @@ from agentrl.env.toolenv.dispatch import MISTAKES
 from agentrl.env.toolenv.json_schema import InvalidArguments, describe_callable
 from agentrl.env.toolenv.spec import tool_from
 from agentrl.errors import ConfigError
+from agentrl.testing.policy import random_arguments
 from agentrl.types import Message, Task, ToolCall
 
 
@@ -525,3 +526,27 @@ def test_python_without_docstrings_is_refused():
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert "ConfigError: python -OO and PYTHONOPTIMIZE=2 remove the docstrings" in done.stderr
+
+
+def test_a_whole_number_is_an_integer_however_it_is_written():
+    def f(n: int, items: list[int | None], share: float = 0.0, any_of: int | str = "") -> None: ...
+
+    signature = describe_callable(f, where="f", method=False)
+    given = {"n": 3.0, "items": [1.0, None, 1e3], "share": 2.0, "any_of": -4.0}
+    found = signature.validate(given)
+    assert found == {"n": 3, "items": [1, None, 1000], "share": 2.0, "any_of": -4}
+    assert [type(found["n"]), type(found["share"]), type(found["any_of"])] == [int, float, int]
+    with pytest.raises(InvalidArguments, match=r"args\.n: expected integer, got 3\.5"):
+        signature.validate(given | {"n": 3.5})
+    with pytest.raises(InvalidArguments, match=r"args\.n: expected integer, got '3'$"):
+        signature.validate(given | {"n": "3"})
+
+
+def test_names_that_must_be_integers_are_described():
+    def f(rows: Annotated[dict[int, str], Field(min_length=2)]) -> None: ...
+
+    signature = describe_callable(f, where="f", method=False)
+    assert signature.schema["properties"]["rows"]["propertyNames"] == {"pattern": "^-?[0-9]+$"}
+    for seed in range(5):
+        drawn = random_arguments(signature.schema, random.Random(seed))
+        assert len(signature.validate(drawn)["rows"]) >= 2

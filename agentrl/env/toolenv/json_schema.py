@@ -20,7 +20,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails, PydanticSerializationError, to_jsonable_python
-from pydantic_core.core_schema import DecimalSchema
+from pydantic_core.core_schema import DecimalSchema, DictSchema
 from typing_extensions import TypedDict
 
 from agentrl.env.toolenv.typed_dicts import readable
@@ -30,6 +30,8 @@ _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_-]{0,63}")
 _OF_ARGUMENTS = ("Args", "Arguments", "Parameters", "Keyword Args", "Keyword Arguments")
 _SECTION = re.compile(rf"({'|'.join(_OF_ARGUMENTS)}|Returns|Raises|Yields|Examples?):\s*")
 _PARAMETER = re.compile(r"(\*{0,2}\w+)\s*(?:\([^)]*\))?:\s*(.*)")
+INTEGER = r"^-?[0-9]+$"
+"""The pattern of names that are integers, of an argument such as `dict[int, str]`."""
 _EXPECTED = {
     "int_type": "integer",
     "int_from_float": "integer",
@@ -60,6 +62,13 @@ class _ToolSchema(GenerateJsonSchema):
         """Leaves out fields that are computed, of dataclasses: `field(init=False)`."""
         return field.get("init", True) is not False and super().field_is_present(field)
 
+    def dict_schema(self, schema: DictSchema) -> dict[str, Any]:
+        """An object. pydantic does not say that names must be integers."""
+        found = super().dict_schema(schema)
+        if schema.get("keys_schema", {}).get("type") == "int":
+            found["propertyNames"] = {"pattern": INTEGER}
+        return found
+
     def decimal_schema(self, schema: DecimalSchema) -> dict[str, Any]:
         """A number. pydantic adds text of any kind, most of which it then refuses."""
         found = super().decimal_schema(schema)
@@ -89,13 +98,31 @@ class Signature:
         except (ValueError, TypeError, RecursionError) as e:
             raise InvalidArguments(f"args: not valid JSON data ({type(e).__name__})") from None
         try:
-            return self.adapter.validate_json(text, strict=True)
+            return self._converted(arguments, text)
         except ValidationError as e:
             raise InvalidArguments(describe_errors(e, arguments, self.names)) from None
         except InfraError:
             raise
         except (Exception, SystemExit) as e:  # code of a type, like __post_init__, which met this value
             raise InvalidArguments(f"args: refused by their type: {type(e).__name__}: {e}") from None
+
+    def _converted(self, arguments: Mapping[str, object], text: str) -> dict[str, object]:
+        """The arguments in their types; where 3.0 does not fit, 3 may, an integer as JSON Schema counts."""
+        try:
+            return self.adapter.validate_json(text, strict=True)
+        except ValidationError:
+            if (whole := json.dumps(_with_integers(arguments))) == text:
+                raise
+            return self.adapter.validate_json(whole, strict=True)
+
+
+def _with_integers(value: object) -> object:
+    """The data with 3.0 written as 3."""
+    if isinstance(value, Mapping):
+        return {key: _with_integers(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_integers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def describe_callable(
