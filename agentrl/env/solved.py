@@ -12,7 +12,7 @@ Otherwise nothing is declared. Parts are compared before their weight; True is 1
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,7 +83,7 @@ def rule_of(at: SolvedAt, source: str) -> SolvedRule | None:
         return None
     thresholds: Mapping[str, Any] = at if isinstance(at, Mapping) else {"": at}
     for name, value in thresholds.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             where = f"{source}.{name}" if name else source
             raise ConfigError(
                 f"{where}: {value!r} must be a finite number: the reward at which an episode is solved"

@@ -722,6 +722,18 @@ def test_a_cached_or_partial_method_is_not_left_out_silently(made, what):
         ({"r": reward(weight=float("nan"))(lambda self: 1)}, r"Odd\.r: weight must be a finite number, got nan"),
         ({"r": reward(weight="2")(lambda self: 1)}, r"Odd\.r: weight must be a finite number, got '2'"),
         ({"r": reward(weight=None)(lambda self: 1)}, r"Odd\.r: weight must be a finite number, got None"),
+        (
+            {"r": reward(weight=float)(lambda self: 1)},
+            r"Odd\.r: weight must be a finite number, got <class 'float'>",
+        ),
+        ({"r": reward(weight=10**400)(lambda self: 1)}, r"Odd\.r: weight must be a finite number, got 1000"),
+        ({"r": reward(timeout_s=float)(lambda self: 1)}, r"Odd\.r: timeout_s must be a number of seconds above 0"),
+        (
+            {"r": reward(per=["turn"])(lambda self: 1)},
+            r"Odd\.r: per=\['turn'\] must be 'episode', 'turn' or 'group'",
+        ),
+        ({"r": reward(solved=10**400)(lambda self: 1)}, "must be a finite number: the reward at which"),
+        ({"r": reward(judge="http://x")(lambda self: "?")}, r"Odd\.r: judge='http://x' has no method `score`"),
         ({"setup": None}, r"Odd\.setup must be a method, got None; write `def setup\(self, \.\.\.\)`"),
         (
             {"r": reward(timeout_s=0)(lambda self: 1)},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -288,12 +287,12 @@ def _is_marked(method: object) -> bool:
 
 def check_timeout(seconds: Any, where: str) -> None:
     """Raises ConfigError for a timeout that no call could meet."""
-    if seconds is not None and (not _is_number(seconds) or not seconds > 0):
+    if seconds is not None and (not _is_number(seconds) or not 0 < seconds <= sys.float_info.max):
         raise ConfigError(f"{where}: timeout_s must be a number of seconds above 0, got {shorten(seconds)}")
 
 
 def _is_number(value: object) -> bool:
-    return hasattr(value, "__float__") and not isinstance(value, bool)
+    return hasattr(type(value), "__float__") and not isinstance(value, bool)
 
 
 def _check_attributes(cls: type) -> None:
@@ -382,16 +381,18 @@ def tool_spec(cls: type, attribute: str, function: Callable[..., object], mark: 
 
 def _reward_spec(attribute: str, function: Callable[..., object], mark: RewardMark, where: str) -> RewardSpec:
     names = list(inspect.signature(function).parameters)[1:]
-    allowed = _REWARD_ARGUMENTS.get(mark.per)
+    allowed = _REWARD_ARGUMENTS.get(mark.per) if isinstance(mark.per, str) else None
     if allowed is None:
         raise ConfigError(f"{where}: per={mark.per!r} must be 'episode', 'turn' or 'group'")
     check_timeout(mark.timeout_s, where)
-    if not _is_number(mark.weight) or not math.isfinite(mark.weight):
+    if not _is_number(mark.weight) or not abs(mark.weight) <= sys.float_info.max:
         raise ConfigError(f"{where}: weight must be a finite number, got {shorten(mark.weight)}")
     if mark.solved_at is not None:
         rule_of(mark.solved_at, f"{where}: solved")
         if mark.per != "episode":
             raise ConfigError(f"{where}: solved= is for a reward per episode; this one is per {mark.per}")
+    if mark.judge is not None and not callable(getattr(mark.judge, "score", None)):
+        raise ConfigError(f"{where}: judge={shorten(mark.judge)} has no method `score`; give a Judge")
     if mark.judge is not None and mark.per == "group":
         raise ConfigError(f"{where}: judge= has no effect on a reward per group; ask the judge in the method")
     if len(names) > 1 or not set(names) <= allowed or (mark.per == "group" and not names):
