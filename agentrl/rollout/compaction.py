@@ -15,8 +15,10 @@ from agentrl.chat.transcript import Transcript
 from agentrl.config.compact import CompactConfig
 from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
+from agentrl.env.toolenv.dispatch import wrapping_exits
 from agentrl.env.toolenv.observe import error_text, plain_text
-from agentrl.errors import ConfigError, EngineError, EnvError, infra_error
+from agentrl.env.toolenv.threads import ToolRaised
+from agentrl.errors import ConfigError, EngineError, EnvError, infra_error, traceback_of
 from agentrl.importing import load_object
 from agentrl.types import Completion, Message, Sampling
 
@@ -230,10 +232,13 @@ async def _rewritten(rewrite: Rewrite, messages: Sequence[Message]) -> Sequence[
     """What the user's function makes of the messages."""
     where = f"rollout.compact.use: {getattr(rewrite, '__name__', rewrite)}"
     try:
-        found = rewrite(messages)
-        found = await found if inspect.isawaitable(found) else found
+        with wrapping_exits():
+            found = rewrite(messages)
+            found = await found if inspect.isawaitable(found) else found
     except Exception as e:
-        raise infra_error(e) or EnvError(f"{where} raised {error_text(e)}") from e
+        cause = e.cause if isinstance(e, ToolRaised) else e
+        said = f"{where} raised {error_text(cause)}\n{traceback_of(cause)}"
+        raise infra_error(cause) or EnvError(said) from cause
     if not isinstance(found, list | tuple) or not found or not all(isinstance(m, Message) for m in found):
         raise EnvError(f"{where} returned {found!r:.100}; it must return a list of agentrl.types.Message")
     return found

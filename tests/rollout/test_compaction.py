@@ -234,7 +234,10 @@ async def test_own_function(renderer: Renderer, tmp_path: Path):
     async def without_a_model(messages: Sequence[Message]) -> list[Message]:
         raise JudgeError("no answer")
 
-    for function in (newest, broken, without_a_model):
+    def leaving(messages: Sequence[Message]) -> object:
+        raise SystemExit("missing key")
+
+    for function in (newest, broken, leaving, without_a_model):
         limits = EpisodeLimits(max_turns=9, max_tokens=60)
         sampling = Sampling(max_tokens=60, stop_ids=renderer.stop_ids)
         player = Player(engine, renderer, Book, limits, sampling, None, Compaction(config, 520, 60, function))
@@ -246,7 +249,12 @@ async def test_own_function(renderer: Renderer, tmp_path: Path):
             assert found.error == "JudgeError: no answer"
         else:
             assert found.stop_reason is StopReason.FAULT
-            assert "must return a list of agentrl.types.Message" in found.faults["step"]
+            said = (
+                "must return a list of agentrl"
+                if function is broken
+                else "leaving raised SystemExit: missing key\n"
+            )
+            assert said in found.faults["step"]
 
 
 @pytest.mark.parametrize("train", [True, False])
