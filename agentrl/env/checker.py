@@ -14,6 +14,7 @@ from typing import Any
 from agentrl.env.env import Env
 from agentrl.env.play import FORMATS, Policy, RandomPolicy, play, random_arguments
 from agentrl.env.stand_in import with_stand_in
+from agentrl.env.toolenv.dispatch import awaitable
 from agentrl.env.toolenv.env import ToolEnv
 from agentrl.env.toolenv.json_schema import InvalidArguments
 from agentrl.env.toolenv.observe import plain_text
@@ -104,10 +105,10 @@ async def replay(episode: Episode, env: Env) -> list[ReplayDifference]:
             differences.append(ReplayDifference(turn, what, str(recorded), str(replayed)))
 
     try:
-        opening, _ = await env.reset(episode.task)
+        opening, _ = await awaitable(env.reset, episode.task)
         compare(-1, "opening", _texts(episode.messages[: len(opening)]), _texts(opening))
         for number, turn in enumerate(episode.turns):
-            observation, reward, terminated, truncated, _ = await env.step(turn.message)
+            observation, reward, terminated, truncated, _ = await awaitable(env.step, turn.message)
             compare(number, "observation", _texts(turn.observation), _texts(observation))
             compare(number, "reward", round(turn.reward, 9), round(reward, 9))
             last = number == len(episode.turns) - 1
@@ -115,9 +116,14 @@ async def replay(episode: Episode, env: Env) -> list[ReplayDifference]:
                 compare(number, "end", "goes on", "ended")
                 break
         if episode.reward is not None:
-            compare(len(episode.turns), "rewards", _rounded(episode.rewards), _rounded(await env.score(episode)))
+            compare(
+                len(episode.turns),
+                "rewards",
+                _rounded(episode.rewards),
+                _rounded(await awaitable(env.score, episode)),
+            )
     finally:
-        await env.close()
+        await awaitable(env.close)
     return differences
 
 
@@ -132,10 +138,10 @@ def _rounded(rewards: Mapping[str, float]) -> dict[str, float]:
 async def _check_tools(make: Make, tasks: Sequence[Task]) -> list[str]:
     env = make()
     try:
-        await env.reset(tasks[0])
+        await awaitable(env.reset, tasks[0])
         return await _tool_findings(env, make, tasks[0])
     finally:
-        await env.close()
+        await awaitable(env.close)
 
 
 async def _tool_findings(env: Env, make: Make, task: Task) -> list[str]:
@@ -179,7 +185,7 @@ async def _check_opening(make: Make, tasks: Sequence[Task]) -> list[str]:
     for task in tasks[:2]:
         env = make()
         try:
-            opening, info = await env.reset(task)
+            opening, info = await awaitable(env.reset, task)
             if not opening or not all(isinstance(m, Message) for m in opening):
                 findings.append(f"reset on {task.id}: must return messages, got {opening!r:.100}")
             elif opening[-1].role not in ("user", "tool"):
@@ -187,7 +193,7 @@ async def _check_opening(make: Make, tasks: Sequence[Task]) -> list[str]:
             if not isinstance(info, Mapping):
                 findings.append(f"reset on {task.id}: info must be a dict")
         finally:
-            await env.close()
+            await awaitable(env.close)
     return findings
 
 
@@ -196,10 +202,10 @@ async def _check_mistakes(make: Make, tasks: Sequence[Task]) -> list[str]:
     findings: list[str] = []
     env = make()
     try:
-        await env.reset(tasks[0])
+        await awaitable(env.reset, tasks[0])
         known = [schema["function"]["name"] for schema in env.tools]
     finally:
-        await env.close()
+        await awaitable(env.close)
     bad = [
         Message("assistant", parse_errors=("not JSON",)),
         Message("assistant", tool_calls=(ToolCall("x", "no_such_tool", {}),)),
@@ -210,8 +216,8 @@ async def _check_mistakes(make: Make, tasks: Sequence[Task]) -> list[str]:
     for message in bad:
         env = make()
         try:
-            await env.reset(tasks[0])
-            observation, _, terminated, truncated, _ = await env.step(message)
+            await awaitable(env.reset, tasks[0])
+            observation, _, terminated, truncated, _ = await awaitable(env.step, message)
             ended = terminated or truncated
             if (
                 message.tool_calls
@@ -222,7 +228,7 @@ async def _check_mistakes(make: Make, tasks: Sequence[Task]) -> list[str]:
         except Exception as e:
             findings.append(f"step({message!r:.120}) raised {type(e).__name__}: {e}")
         finally:
-            await env.close()
+            await awaitable(env.close)
     return findings
 
 
@@ -232,23 +238,23 @@ async def _check_close(make: Make, tasks: Sequence[Task]) -> list[str]:
     async def attempt(what: str, env: Env) -> None:
         for times in ("once", "twice"):
             try:
-                await env.close()
+                await awaitable(env.close)
             except Exception as e:
                 findings.append(f"close {times} {what} raised {type(e).__name__}: {e}")
 
     await attempt("before reset", make())
     env = make()
-    await env.reset(tasks[0])
+    await awaitable(env.reset, tasks[0])
     await attempt("after reset", env)
     env = make()
-    await env.reset(tasks[0])
+    await awaitable(env.reset, tasks[0])
     policy = RandomPolicy(env.tools, 1)
     step = asyncio.ensure_future(env.step(policy([])))
     await asyncio.sleep(0)
     step.cancel()
     await asyncio.wait([step])
     await attempt("after a cancelled step", env)
-    await env.reset(tasks[0])
+    await awaitable(env.reset, tasks[0])
     await attempt("after a second reset", env)
     return findings
 

@@ -13,8 +13,10 @@ from typing import Any
 from agentrl.env.env import Env
 from agentrl.env.stand_in import with_stand_in
 from agentrl.env.tasks import with_own_row
+from agentrl.env.toolenv.dispatch import awaitable
 from agentrl.env.toolenv.json_schema import INTEGER
 from agentrl.env.toolenv.observe import plain_text
+from agentrl.env.toolenv.rewards import finite, finite_step
 from agentrl.errors import RewardError
 from agentrl.types import HINT_FAULT, Episode, Message, StopReason, Task, ToolCall, ToolSchema, Turn
 
@@ -174,7 +176,7 @@ async def play(
     usual.
 
     Raises:
-        RewardError: a reward raised (in a run it would count as 0).
+        RewardError: a reward raised or is not a finite number (in a run it would count as 0).
         InfraError: raised by the env. The env is closed in any case (unless `close` is False).
     """
     start = time.perf_counter()
@@ -182,21 +184,23 @@ async def play(
     metrics: dict[str, float] = {}
     stop = StopReason.MAX_TURNS
     try:
-        opening, _ = await with_stand_in(env).reset(task)
+        opening, _ = await awaitable(with_stand_in(env).reset, task)
         messages = list(opening)
         for number in range(max_turns):
             said = policy(messages)
             message = _with_ids(await said if inspect.isawaitable(said) else said, number)
             began = time.perf_counter()
-            observation, reward, terminated, truncated, info = await env.step(message)
+            observation, reward, terminated, truncated, info = await awaitable(env.step, message)
             seconds = time.perf_counter() - began
+            faults = dict(info.faults)
+            earned, numbers = finite_step(reward, info.metrics, type(env).__name__, faults)
+            if faults:
+                raise RewardError(faults)
             messages += [message, *observation]
             turns.append(
-                Turn(message, tuple(observation), reward, "stop", 0, 0.0, seconds, info.calls, info.rewards)
+                Turn(message, tuple(observation), earned, "stop", 0, 0.0, seconds, info.calls, info.rewards)
             )
-            if info.faults:
-                raise RewardError(info.faults)
-            for name, value in info.metrics.items():
+            for name, value in numbers.items():
                 metrics[name] = metrics.get(name, 0.0) + value
             if terminated or truncated:
                 stop = info.stop_reason or StopReason.TERMINATED
@@ -205,7 +209,10 @@ async def play(
         unscored = Episode(
             episode_id or task.id, task, tuple(messages), tuple(turns), (), stop, None, {}, metrics, tools=tools
         )
-        rewards = await env.score(with_own_row(unscored))
+        faults = {}
+        rewards = finite(await awaitable(env.score, with_own_row(unscored)), type(env).__name__, faults)
+        if faults:
+            raise RewardError(faults)
         total = sum(t.reward for t in turns) + sum(rewards.values())
         played = replace(
             unscored,
@@ -217,7 +224,7 @@ async def play(
         return replace(played, hint=await _hint(env, played)) if env.gives_hints else played
     finally:
         if close:
-            await env.close()
+            await awaitable(env.close)
 
 
 async def _hint(env: Env, episode: Episode) -> str | None:

@@ -28,10 +28,10 @@ from agentrl.env.env import Env, StepInfo
 from agentrl.env.tasks import with_own_row
 from agentrl.env.toolenv.asked import asking
 from agentrl.env.toolenv.calls import is_recorded
-from agentrl.env.toolenv.dispatch import no_exit, wrapping_exits
+from agentrl.env.toolenv.dispatch import awaitable, no_exit, wrapping_exits
 from agentrl.env.toolenv.json_schema import shorten
 from agentrl.env.toolenv.observe import error_text
-from agentrl.env.toolenv.rewards import LARGEST, BadReward, check_number
+from agentrl.env.toolenv.rewards import finite, finite_entries, finite_step
 from agentrl.env.toolenv.threads import CallTimeout, ToolRaised
 from agentrl.errors import (
     AgentRLError,
@@ -313,7 +313,7 @@ async def close_env(env: Env, timeout_s: float) -> None:
     """Close an env; a failure is a warning."""
     try:
         async with time_limit(timeout_s) as clock:
-            await no_exit(env.close())
+            await no_exit(awaitable(env.close))
     except Exception as e:
         said = f"took longer than {timeout_s:g} s" if clock.expired() else error_text(raised(e))
         warnings.warn(f"{type(env).__name__}.close: {said}", stacklevel=2)
@@ -340,7 +340,7 @@ async def reset_env(env: Env, episode: OpenEpisode) -> Sequence[Message]:
     """
     episode.status.now("env.reset")
     try:
-        observation = _opening(await no_exit(env.reset(episode.task)))
+        observation = _opening(await no_exit(awaitable(env.reset, episode.task)))
     except Exception as e:
         check_clock(episode.clock)
         cause = raised(e)
@@ -362,7 +362,7 @@ async def opening_messages(env: Env, task: Task) -> Sequence[Message]:
         ConfigError: its `reset` raised something else, or returned no messages.
     """
     try:
-        return _opening(await no_exit(env.reset(task)))
+        return _opening(await no_exit(awaitable(env.reset, task)))
     except Exception as e:
         cause = raised(e)
         if isinstance(cause, AgentRLError):
@@ -391,7 +391,7 @@ async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -
     began = time.monotonic()
     episode.turns.append(turn)  # it trains, also if the env never answers within the limit
     try:
-        observed, reward, terminated, truncated, info = _answer(await no_exit(env.step(turn.message)))
+        observed, reward, terminated, truncated, info = _answer(await no_exit(awaitable(env.step, turn.message)))
     except Exception as e:
         check_clock(episode.clock)
         cause = raised(e)
@@ -409,12 +409,7 @@ async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -
     check_clock(episode.clock)
     observed = [clean_message(message) for message in observed]
     episode.faults.update(info.faults)
-    number, metrics = _number(reward), _numbers(info.metrics)
-    bad = [] if number is not None else [f"reward {shorten(reward)}"]
-    bad += [f"metric {shorten(n)} = {shorten(v)}" for n, v in info.metrics.items() if n not in metrics]
-    if bad:
-        said = f"{type(env).__name__}.step returned the {' and the '.join(bad[:2])}"
-        episode.faults["step"] = f"{said}: not a finite number, at most {LARGEST:g}"
+    earned, metrics = finite_step(reward, info.metrics, type(env).__name__, episode.faults)
     for name in filter(is_recorded, list(metrics)):
         del metrics[name]
         said = f"{type(env).__name__}.step returned the metric {shorten(name)}"
@@ -422,9 +417,9 @@ async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -
     episode.turns[-1] = replace(
         turn,
         observation=tuple(observed),
-        reward=number or 0.0,
+        reward=earned,
         calls=tuple(replace(call, result=clean_text(call.result)) for call in info.calls),
-        rewards=_numbers(_clean_names(info.rewards)),
+        rewards=finite_entries(_clean_names(info.rewards)),
     )
     episode.count(metrics)
     if terminated or truncated:
@@ -459,7 +454,7 @@ async def score_env(env: Env, episode: OpenEpisode, timeout_s: float) -> None:
     with asking() as asked:
         try:
             async with time_limit(timeout_s) as clock:
-                found = await no_exit(env.score(with_own_row(episode.unscored())))
+                found = await no_exit(awaitable(env.score, with_own_row(episode.unscored())))
                 check_clock(clock)
             rewards = found
         except RewardError as e:
@@ -512,21 +507,6 @@ async def _ask_hint(env: Env, episode: OpenEpisode, timeout_s: float) -> None:
         episode.faults.setdefault(name, fault)
 
 
-def finite(rewards: Mapping[str, float], where: str, faults: dict[str, str]) -> dict[str, float]:
-    """The rewards with 0 for what is not a finite number, which becomes a fault; anything but a mapping is one."""
-    if not isinstance(rewards, Mapping) or not all(isinstance(name, str) for name in rewards):
-        faults["score"] = f"the rewards of {where} are {shorten(rewards)}: return a mapping of names to numbers"
-        return {}
-    found = {name: _number(value) for name, value in rewards.items()}
-    for name, number in found.items():
-        if number is None:
-            faults[name] = (
-                f"reward {name!r} of {where} is {shorten(rewards[name])}: a reward must be a finite number, "
-                f"at most {LARGEST:g}"
-            )
-    return {name: number or 0.0 for name, number in found.items()}
-
-
 def raised(error: Exception) -> BaseException:
     """What an author's method raised: an InfraError from within a group of tasks, or what `no_exit` wrapped."""
     cause = error.cause if isinstance(error, ToolRaised) else error
@@ -539,18 +519,6 @@ def check_clock(clock: asyncio.Timeout | None) -> None:
         raise TimeoutError
 
 
-def _numbers(given: Mapping[str, float]) -> dict[str, float]:
-    """The entries that are finite numbers."""
-    return {name: number for name, value in given.items() if (number := _number(value)) is not None}
-
-
 def is_ours(env: Env, method: str) -> bool:
     """Whether this method of the env is agentrl's own code, so that an exception from it is a bug in agentrl."""
     return str(getattr(type(env), method).__module__).startswith("agentrl.env.")
-
-
-def _number(value: object) -> float | None:
-    try:
-        return check_number(value)
-    except BadReward:
-        return None

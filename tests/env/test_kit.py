@@ -8,6 +8,7 @@ import sqlite3
 import threading
 import time
 import uuid
+from dataclasses import replace
 from decimal import Decimal
 from typing import Annotated, Literal
 
@@ -16,6 +17,7 @@ from pydantic import UUID4, AnyUrl, Field, Json
 
 from agentrl.env import ToolEnv, reward, tool
 from agentrl.envs.calculator import Calculator
+from agentrl.errors import RewardError
 from agentrl.testing.env import EnvCheckError, check_env, replay
 from agentrl.testing.policy import RandomPolicy, ScriptedPolicy, call, play, random_arguments, say
 from agentrl.types import Message, StopReason, Task
@@ -303,3 +305,39 @@ async def test_a_check_that_is_interrupted_leaves_no_other_behind(recwarn: pytes
     del checking
     gc.collect()
     assert not recwarn.list
+
+
+async def test_play_refuses_rewards_that_a_run_does_not_count():
+    class Odd(Sound):
+        earned, parts, counts = 0.0, {}, {}
+
+        async def step(self, message):
+            observation, _, *ended, info = await super().step(message)
+            return observation, self.earned, *ended, replace(info, metrics=self.counts)
+
+        async def score(self, episode):
+            return self.parts
+
+    odd = [
+        ({"earned": float("nan")}, r"Odd\.step returned the reward nan: not a finite number"),
+        ({"earned": None}, r"Odd\.step returned the reward None"),
+        ({"counts": {"calls": float("inf")}}, r"Odd\.step returned the metric 'calls' = inf"),
+        ({"parts": {"short": float("nan")}}, "reward 'short' of Odd is nan"),
+        ({"parts": 1.0}, "the rewards of Odd are 1.0: return a mapping"),
+    ]
+    for given, said in odd:
+        with pytest.raises(RewardError, match=said):
+            await play(type("Odd", (Odd,), given)(), TASKS[0], ScriptedPolicy(["done"]))
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "score", "close"])
+async def test_a_plain_method_that_must_be_async_is_named(method: str):
+    def plain(self, *_):
+        return {}
+
+    plain.__qualname__ = f"Plain.{method}"
+    env = type("Plain", (Sound,), {method: plain})
+    with pytest.raises(
+        TypeError, match=rf"Plain\.{method} returned {{}}, which cannot be awaited: write `async def`"
+    ):
+        await play(env(), TASKS[0], ScriptedPolicy(["done"]))

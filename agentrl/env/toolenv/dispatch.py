@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 from agentrl.async_tasks import cancellations, forget_cancellations
 from agentrl.env.toolenv.asked import tracked
 from agentrl.env.toolenv.declare import Content, Stop, ToolResult
-from agentrl.env.toolenv.json_schema import InvalidArguments
+from agentrl.env.toolenv.json_schema import InvalidArguments, shorten
 from agentrl.env.toolenv.observe import answered_error, to_content
 from agentrl.env.toolenv.threads import CallTimeout, ToolRaised, current, run_apart
 from agentrl.errors import infra_error
@@ -226,6 +226,15 @@ def _let_go(task: asyncio.Future[Any], coroutine: Awaitable[Any]) -> None:
         task.exception()
     elif inspect.iscoroutine(coroutine):
         coroutine.close()
+
+
+def awaitable(method: Callable[..., Awaitable[T]], *arguments: object) -> Awaitable[T]:
+    """Call an async method of an author. Raises TypeError if it is a plain one, whose result cannot be awaited."""
+    found = method(*arguments)
+    if inspect.isawaitable(found):
+        return found
+    name = getattr(method, "__qualname__", method)
+    raise TypeError(f"{name} returned {shorten(found)}, which cannot be awaited: write `async def`")
 
 
 async def no_exit(awaitable: Awaitable[T]) -> T:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from agentrl.env.toolenv.asked import Asked, asking, waits_for
 from agentrl.env.toolenv.dispatch import call_function, within
+from agentrl.env.toolenv.json_schema import shorten
 from agentrl.env.toolenv.observe import error_text
 from agentrl.env.toolenv.spec import RewardSpec
 from agentrl.env.toolenv.threads import CallTimeout, ToolRaised
@@ -172,6 +173,47 @@ def check_number(value: object) -> float:
     if abs(number) > LARGEST:
         raise BadReward(f"returned {number:g}, of which no mean or deviation can be computed")
     return number
+
+
+def finite(rewards: Mapping[str, float], where: str, faults: dict[str, str]) -> dict[str, float]:
+    """The rewards with 0 for what is not a finite number, which becomes a fault; anything but a mapping is one."""
+    if not isinstance(rewards, Mapping) or not all(isinstance(name, str) for name in rewards):
+        faults["score"] = f"the rewards of {where} are {shorten(rewards)}: return a mapping of names to numbers"
+        return {}
+    found = {name: _finite(value) for name, value in rewards.items()}
+    for name, number in found.items():
+        if number is None:
+            faults[name] = (
+                f"reward {name!r} of {where} is {shorten(rewards[name])}: a reward must be a finite number, "
+                f"at most {LARGEST:g}"
+            )
+    return {name: number or 0.0 for name, number in found.items()}
+
+
+def finite_entries(given: Mapping[str, float]) -> dict[str, float]:
+    """The entries that are finite numbers."""
+    return {name: number for name, value in given.items() if (number := _finite(value)) is not None}
+
+
+def finite_step(
+    reward: object, metrics: Mapping[str, float], env: str, faults: dict[str, str]
+) -> tuple[float, dict[str, float]]:
+    """The reward and metrics that `step` of an env returned; what is not a finite number becomes a fault, and a
+    reward then counts as 0."""
+    number, found = _finite(reward), finite_entries(metrics)
+    bad = [] if number is not None else [f"reward {shorten(reward)}"]
+    bad += [f"metric {shorten(name)} = {shorten(v)}" for name, v in metrics.items() if name not in found]
+    if bad:
+        said = f"{env}.step returned the {' and the '.join(bad[:2])}"
+        faults["step"] = f"{said}: not a finite number, at most {LARGEST:g}"
+    return number or 0.0, found
+
+
+def _finite(value: object) -> float | None:
+    try:
+        return check_number(value)
+    except BadReward:
+        return None
 
 
 def read_parts(
