@@ -10,11 +10,9 @@ import math
 from collections.abc import Sequence
 from logging import ERROR
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
@@ -39,7 +37,7 @@ from agentrl.learner.state import TrainingState, copy_state, restore_optimizer, 
 from agentrl.models.device import pick_device
 from agentrl.models.folder import refuse_adapter
 from agentrl.models.loading import LOADING
-from agentrl.models.model_config import NO_MODEL, any_config
+from agentrl.models.model_config import NO_WEIGHTS, any_config, one_line
 
 CRITIC_FOLDER = "critic"
 """In a checkpoint: the critic."""
@@ -67,10 +65,8 @@ def load_critic(directory: Path) -> PreTrainedModel:
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-    except (*NO_MODEL, OSError, SafetensorError, UnpicklingError) as e:
-        raise ConfigError(
-            f"critic: {directory} cannot be loaded as a value model: {' '.join(str(e).split())[:300]}"
-        ) from e
+    except NO_WEIGHTS as e:
+        raise ConfigError(f"critic: {directory} cannot be loaded as a value model: {one_line(e)}") from e
     finally:
         logging.set_verbosity(said)
     model: PreTrainedModel

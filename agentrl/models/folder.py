@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from agentrl.errors import ConfigError
@@ -54,3 +56,14 @@ def refuse_unlisted_optimizer(directory: Path, where: str) -> None:
             f"{where}: a checkpoint of an earlier agentrl, without model.safetensors.index.json; servers would "
             f"read {optimizer.name} as weights: copy the folder without optimizer*.safetensors, and name the copy"
         )
+
+
+@contextmanager
+def reading_tensors(file: Path) -> Iterator[None]:
+    """Raise ConfigError, with the name of the file, where safetensors cannot read it: it is damaged or cut off."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as e:
+        raise ConfigError(f"{file} cannot be read: {str(e)[:300]}") from e

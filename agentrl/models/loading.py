@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, TypedDict, cast
 
 from agentrl.errors import ConfigError
-from agentrl.models.model_config import NO_MODEL, auto_class, freeze_senses, read_config, takes_attention
+from agentrl.models.model_config import (
+    NO_WEIGHTS,
+    auto_class,
+    freeze_senses,
+    one_line,
+    read_config,
+    takes_attention,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +42,6 @@ def load_causal_lm(directory: Path, where: str, *, dtype: torch.dtype, attention
     Raises:
         ConfigError: the folder contains no such model, or its weights do not match its config.json.
     """
-    from safetensors import SafetensorError
     from transformers.utils import logging
 
     config = read_config(directory, where)
@@ -54,9 +59,8 @@ def load_causal_lm(directory: Path, where: str, *, dtype: torch.dtype, attention
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below, in one line
             )
-    except (*NO_MODEL, OSError, UnpicklingError, SafetensorError) as e:
-        why = " ".join(str(e).split())[:300]
-        raise ConfigError(f"{where}: cannot load a causal language model: {why}") from e
+    except NO_WEIGHTS as e:
+        raise ConfigError(f"{where}: cannot load a causal language model: {one_line(e)}") from e
     finally:
         if bars:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]

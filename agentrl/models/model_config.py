@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,6 +29,8 @@ NO_MODEL = (
     *(AssertionError, StrictDataclassError),
 )
 """What transformers raises where it cannot make a model: a config is inconsistent, a package is missing."""
+NO_WEIGHTS = (*NO_MODEL, OSError, EOFError, SafetensorError, UnpicklingError, struct.error)
+"""What it raises where it cannot load one: also, a file of weights is damaged or cut off."""
 
 
 def refuse_config(config: PretrainedConfig, where: str) -> None:

@@ -28,7 +28,7 @@ from agentrl.engine.servers.launch.hosts import LaunchedHost, Recipe
 from agentrl.engine.servers.launch.launcher import ServerProcess
 from agentrl.engine.servers.opening import launch_recipe
 from agentrl.engine.servers.replica_pool import ServedLimits
-from agentrl.engine.servers.server_engine import ServedEngine
+from agentrl.engine.servers.server_engine import ServedEngine, load_folder
 from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.weight_sync import TensorSync
 from agentrl.errors import ConfigError, EngineError
@@ -334,6 +334,15 @@ async def test_a_missing_model_and_one_without_layers_have_different_errors(kind
             ConfigError, match=r"has no safetensors with linear layers .* name the layers in learner"
         ):
             await open_engine(config, model_in(tmp_path), LoRAConfig())
+
+
+async def test_a_damaged_file_of_weights_is_named(tmp_path: Path) -> None:
+    model = model_in(tmp_path)
+    (model / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read: .*header too small"):
+        await open_engine(EngineConfig(kind="sglang", device="cpu", sync="lora"), model, LoRAConfig())
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read: .*header too small"):
+        load_folder(model, torch.float32)
 
 
 async def test_an_adapter_that_vllm_would_not_score_is_refused(tmp_path: Path) -> None:

@@ -419,6 +419,10 @@ def test_a_directory_that_is_no_model_is_refused(tmp_path: Path, models: dict[st
     (tmp_path / "config.json").write_text((models["qwen3"] / "config.json").read_text())
     with pytest.raises(ConfigError, match="cannot load a causal language model"):
         LocalEngine.from_directory(tmp_path)
+    for damaged in (b"", b"junk"):
+        (tmp_path / "pytorch_model.bin").write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"cannot load a causal language model: (EOFE|e)rror"):
+            LocalEngine.from_directory(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.config.run import LoRAConfig
+from agentrl.models.folder import reading_tensors
 
 GRACE_S = 5.0
 """Seconds an update waits for the requests it has ended; an adapter still in use then is unloaded later."""
@@ -92,12 +93,15 @@ def _linear_names(model: Path) -> set[str]:
     """The linear layers in the blocks of a model directory, by the last parts of their names.
 
     Routed experts and routers have no adapters, and servers do not start for those of routers.
+
+    Raises:
+        ConfigError: a file cannot be read.
     """
     from safetensors import safe_open
 
     names = set()
     for file in sorted(model.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
+        with reading_tensors(file), safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (it is no mapping)
                 if (
                     name.endswith(".weight")

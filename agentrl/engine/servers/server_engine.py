@@ -29,6 +29,7 @@ from agentrl.engine.servers.http import ServerRefused, ServerRestarted, ServerTa
 from agentrl.engine.servers.replica_pool import LOST, Host, Replica, ReplicaPool, ServedLimits
 from agentrl.engine.servers.weight_sync import AdapterSync, WeightSync, distinct, vocabulary_of
 from agentrl.errors import EngineError
+from agentrl.models.folder import reading_tensors
 from agentrl.models.stored import as_saved, exact_tensors
 from agentrl.types import Completion, Sampling
 
@@ -436,15 +437,18 @@ def copy_weights(
 
 
 def load_folder(folder: Path, dtype: torch.dtype, exact: Collection[str] = ()) -> dict[str, Tensor]:
-    """Read the weights of a Hugging Face directory."""
+    """Read the weights of a Hugging Face directory.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
     from safetensors.torch import load_file
 
-    found = {
-        name: tensor
-        for file in sorted(folder.glob("*.safetensors"))
-        if not file.name.startswith("optimizer")
-        for name, tensor in load_file(file).items()
-    }
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        if not file.name.startswith("optimizer"):
+            with reading_tensors(file):
+                found |= load_file(file)
     if not found:
         raise EngineError(f"{folder} holds no *.safetensors")
     return copy_weights(found, dtype, exact)

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 from jinja2 import TemplateError
@@ -38,13 +37,12 @@ class Classifier:
             ConfigError: the model is missing, it has several labels, or its head has no weights.
         """
         import torch
-        from safetensors import SafetensorError
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         from agentrl.models.device import pick_device
         from agentrl.models.folder import refuse_adapter
         from agentrl.models.loading import LOADING
-        from agentrl.models.model_config import NO_MODEL, any_config
+        from agentrl.models.model_config import NO_WEIGHTS, any_config, one_line
 
         directory = Path(config.path or "")
         refuse_adapter(directory, f"reward_model.path {directory}")
@@ -62,10 +60,8 @@ class Classifier:
             tokenizer: Any = AutoTokenizer.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False
             )
-        except (*NO_MODEL, OSError, SafetensorError, UnpicklingError) as e:
-            raise ConfigError(
-                f"reward_model.path {directory} cannot be loaded: {' '.join(str(e).split())[:300]}"
-            ) from e
+        except NO_WEIGHTS as e:
+            raise ConfigError(f"reward_model.path {directory} cannot be loaded: {one_line(e)}") from e
         model, report = loaded
         if model.config.num_labels != 1 or report["missing_keys"]:
             what = f"{model.config.num_labels} labels" if model.config.num_labels != 1 else "no trained head"
