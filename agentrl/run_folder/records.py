@@ -22,7 +22,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from agentrl.clean import clean_text, first_reason
 from agentrl.errors import CheckpointError
 from agentrl.plural import plural
-from agentrl.run_folder.files import MAX_BYTES, decompressed, open_regular
+from agentrl.run_folder.files import MAX_BYTES, MAX_FILE, decompressed, open_regular
 from agentrl.types import Episode, Group
 
 
@@ -320,8 +320,8 @@ def bounded_lines(path: Path, limit: int) -> Iterator[bytes]:
 
 LATE = "late"
 """The key of a line of metrics.jsonl that adds to the line of its step, which was written before."""
-MAX_LINE = 4 << 20
-"""Bytes of a line of metrics.jsonl; a longer one is not valid."""
+MAX_LINE = MAX_FILE
+"""Bytes of a line of metrics.jsonl or redrawn.jsonl; a longer one is not valid."""
 
 
 def parse_metrics(line: bytes) -> Mapping[str, float] | None:

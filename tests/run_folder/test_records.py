@@ -23,7 +23,8 @@ from agentrl.run_folder.records import (
     read_groups,
     read_metrics,
 )
-from agentrl.types import CallRecord, Episode, Image, Message, Segment, StopReason, Task, ToolCall, Turn
+from agentrl.run_folder.redraws import Redraws, read_redraws, redraws_file, redraws_line
+from agentrl.types import CallRecord, Episode, Group, Image, Message, Segment, StopReason, Task, ToolCall, Turn
 
 
 def episode(row: Any = None, arguments: Any = None, content: Any = "x", **more: Any) -> Episode:
@@ -123,6 +124,15 @@ def test_lines_of_metrics_that_are_none_are_left_out(tmp_path: Path):
     lines = [b'{"step": 1, "a": 2}', b"[" * 100_000, b"x" * (9 << 20), b"7", b'{"step": 2}', b'{"step": 3, "a']
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
     assert read_metrics(tmp_path) == [json.loads(lines[0]), {"step": 2}]
+
+
+def test_long_lines_that_a_run_wrote_are_read(tmp_path: Path):
+    long = "x" * (5 << 20)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, long: 2.0}) + "\n" + json.dumps({"step": 2}))
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+    lost = Group(Task(long, {}), (episode(),), (episode(reward=None, error="SandboxDied: gone"),))
+    redraws_file(tmp_path).write_text(redraws_line(1, Redraws.of([lost])))
+    assert read_redraws(tmp_path)[1].redrawn == 1
 
 
 def test_the_groups_of_a_step_are_those_that_it_trained(tmp_path: Path):
