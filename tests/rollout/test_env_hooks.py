@@ -519,3 +519,10 @@ def test_a_plain_env_refuses_rows_classes_and_images(tmp_path: Path):
 def test_an_env_that_declares_no_reward_is_reported_as_such():
     assert "gives no reward" in no_reward(Configured(), ())
     assert "gave every episode the reward 0" in no_reward(Plain(), ())
+
+
+@pytest.mark.parametrize("tools", [None, lambda self: [], ({"name": "x"},), ({"function": "x"},)])
+async def test_tools_that_are_no_schemas_are_named(tools: object):
+    env = type("Odd", (Plain,), {"tools": tools})
+    with pytest.raises(ConfigError, match=r"Odd\.tools is .*: it must be a property \(or attribute\) with a list"):
+        await task_tools(env, [Task("t")])
