@@ -41,17 +41,18 @@ async def examine_bounds(
                     return
 
 
-def judge_bounds(result: ExamResult, oracle: Sequence[ExamEpisode], seen: Sequence[ExamEpisode]) -> None:
-    """Rewards that are not finite, raised, or are far from the oracle's."""
-    for p in seen:
-        if p.episode is not None and not all(map(finite, _numbers(p.episode))):
-            text = f"a reward is not a finite number: {dict(p.episode.rewards)} ({p.policy})"
-            result.add("bounds", Level.ERROR, text, [p.task.id])
-            break
+def judge_raised(result: ExamResult, seen: Sequence[ExamEpisode]) -> Sequence[ExamEpisode]:
+    """The episodes whose rewards raised or are not finite."""
     raised = [p for p in seen if p.episode is None and "reward" in p.error.lower()]
     if raised:
         result.add("bounds", Level.ERROR, f"a reward failed ({raised[0].policy}): {raised[0].error[:200]}",
                    list(dict.fromkeys(p.task.id for p in raised))[:20])  # fmt: skip
+    return raised
+
+
+def judge_bounds(result: ExamResult, oracle: Sequence[ExamEpisode], seen: Sequence[ExamEpisode]) -> None:
+    """Rewards that raised, are not finite, or are far from the oracle's."""
+    raised = judge_raised(result, seen)
     broken = [p for p in seen if p.episode is None and p not in raised and not p.error.startswith("no end within")]
     if broken and not all(p.policy == "oracle" for p in broken):
         tasks = list(dict.fromkeys(p.task.id for p in broken))
@@ -63,10 +64,6 @@ def judge_bounds(result: ExamResult, oracle: Sequence[ExamEpisode], seen: Sequen
         worst = max(far, key=lambda p: abs(p.reward))
         text = f"an episode earns {worst.reward:g} ({worst.policy}), far outside of the usual rewards"
         result.add("bounds", Level.ERROR, text, [worst.task.id])
-
-
-def _numbers(episode: Episode) -> list[float]:
-    return [*episode.rewards.values(), *(turn.reward for turn in episode.turns), episode.reward or 0.0]
 
 
 def judge_parts(result: ExamResult, seen: Sequence[ExamEpisode]) -> None:

@@ -23,7 +23,7 @@ from agentrl.exam.examinee import Examinee, choose, examinees, named_policy
 from agentrl.exam.floors import examine_floors, examine_random, examine_search, judge_oracle, summarize
 from agentrl.exam.fresh_process import FreshProcesses
 from agentrl.exam.leaks import answers_of, examine_prompt, examine_replies, examine_tools
-from agentrl.exam.magnitude import examine_bounds, judge_bounds, judge_parts
+from agentrl.exam.magnitude import examine_bounds, judge_bounds, judge_parts, judge_raised
 from agentrl.exam.marks import CHECKS, ExamResult, Level
 from agentrl.exam.repeats import (
     ORACLE_TURNS,
@@ -157,8 +157,9 @@ class _Exam:
         some = self._working(tasks)
         if not some:
             result.add("contract", Level.ERROR, "no episode of any task can be played; the other checks need some")
+            raised = judge_raised(result, arena.seen)
             for check in CHECKS:
-                if check != "splits":
+                if check != "splits" and not (check == "bounds" and raised):
                     result.skip(check, "no episode can be played")
             return
         self.say("determinism")
