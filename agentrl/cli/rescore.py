@@ -93,7 +93,7 @@ def _config(run: Path, env: str | None, overrides: Sequence[str]) -> RunConfig:
                 f"--set {text}: has no effect on rewards; only the keys of `env` do, also under `envs.NAME`, and "
                 "reward_model=null, which leaves out the recorded scores"
             )
-    config = load_sampling_config(run / "config.yaml", (), check_paths=False)
+    config = load_sampling_config(run / "config.yaml", check_paths=False, rescores=True)
     changes = []
     if env is not None:
         name, given, use = env.partition("=")
@@ -102,7 +102,7 @@ def _config(run: Path, env: str | None, overrides: Sequence[str]) -> RunConfig:
             raise ConfigError(f"--env {env}: the run has several envs; say which: {names}")
         key = f"envs.{name}" if config.envs else "env"
         changes = [f"{key}.use={use if config.envs else env}"]
-    return load_sampling_config(run / "config.yaml", [*changes, *overrides], check_paths=False)
+    return load_sampling_config(run / "config.yaml", [*changes, *overrides], check_paths=False, rescores=True)
 
 
 def _counts(loc: Sequence[str]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,7 +62,9 @@ def load_config(
     return _run_config(read_source(Path(path)), overrides, Path(path).absolute().parent, check_paths)
 
 
-def load_sampling_config(path: Path, overrides: Sequence[str], *, check_paths: bool) -> RunConfig:
+def load_sampling_config(
+    path: Path, overrides: Sequence[str] = (), *, check_paths: bool, rescores: bool = False
+) -> RunConfig:
     """Read the configuration of a run for a command that plays or serves its policy, and trains nothing.
 
     Settings of training are dropped if the file is only valid without them: an override may contradict one of
@@ -73,17 +75,21 @@ def load_sampling_config(path: Path, overrides: Sequence[str], *, check_paths: b
         path: `config.yaml` of a run or of an evaluation, or the YAML file of a run.
         overrides: as for `load_config`, of keys that affect sampling.
         check_paths: see `load_config`.
+        rescores: keep the settings of training that rewards are computed from.
 
     Raises:
         ConfigError: all mistakes, one to a paragraph.
     """
     try:
         return load_config(path, overrides, check_paths=check_paths)
-    except ConfigError:
+    except ConfigError as refused:
         source = read_source(path)
         if source.lines[:1] != [RESOLVED]:
-            load_config(path, check_paths=check_paths)
-        _drop_training(source.data, RunConfig)
+            try:
+                load_config(path, check_paths=check_paths)
+            except ConfigError:
+                raise refused from None  # it may lack what an override gives, and has the mistakes of both
+        _drop_training(source, source.data, RunConfig, (), {"name", *(_OF_REWARDS if rescores else ())})
         return _run_config(source, overrides, path.absolute().parent, check_paths, trains=False)
 
 
@@ -183,21 +189,24 @@ def _drop_defaults(data: dict[str, Any], section: type[BaseModel]) -> None:
                 del data[name]
 
 
-def _drop_training(data: dict[str, Any], section: type[BaseModel]) -> None:
-    """Drop the settings that an evaluation does not use. Others use the name of the run, and `rescore` its reward
-    model, whose scores it looks for."""
+_OF_REWARDS = ("reward_model", "overlong", "overlong_penalty")
+
+
+def _drop_training(
+    source: Source, data: dict[str, Any], section: type[BaseModel], around: Loc, keeps: Collection[str]
+) -> None:
+    """Drop the settings that an evaluation does not use, except for some. `data` is the section at `around`."""
     for name, field in section.model_fields.items():
-        value, each = data.get(name), named_section_of(field)
-        if any("eval" in fact.commands for fact in facts(field, UnusedBy)) and name not in (
-            "name",
-            "reward_model",
-        ):
+        value, each, loc = data.get(name), named_section_of(field), (*around, name)
+        if name not in keeps and any("eval" in fact.commands for fact in facts(field, UnusedBy)):
             data.pop(name, None)
-            continue
-        inner = each or section_of(field)
-        for part in value.values() if each is not None and isinstance(value, dict) else (value,):
-            if inner is not None and isinstance(part, dict):
-                _drop_training(part, inner)
+            source.forget(loc)
+        elif each is not None:
+            for key, part in value.items() if isinstance(value, dict) else ():
+                if isinstance(part, dict):
+                    _drop_training(source, part, each, (*loc, key), keeps)
+        elif (inner := section_of(field)) is not None and isinstance(value, dict):
+            _drop_training(source, value, inner, loc, keeps)
 
 
 # --- overrides -------------------------------------------------------------------------------------------------

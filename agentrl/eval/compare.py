@@ -122,7 +122,7 @@ def _differences(a: EvalResult, b: EvalResult, folder_a: Path, folder_b: Path) -
         found.append(f"definition of solved: {a.solved} and {b.solved}")
     try:
         configs = [
-            load_sampling_config(folder / "config.yaml", (), check_paths=False) for folder in (folder_a, folder_b)
+            load_sampling_config(folder / "config.yaml", check_paths=False) for folder in (folder_a, folder_b)
         ]
     except (ConfigError, OSError):  # of a version that knew other keys
         return found

@@ -15,6 +15,7 @@ from pathlib import Path
 from agentrl.async_tasks import time_limit
 from agentrl.chat.template import Renderer
 from agentrl.config import RunConfig
+from agentrl.config.load import load_sampling_config
 from agentrl.env.env import Env, PolicyAccess
 from agentrl.env.load import load_env
 from agentrl.env.toolenv.observe import plain_text
@@ -25,7 +26,7 @@ from agentrl.rollout.group import with_group_rewards
 from agentrl.rollout.lifecycle import EpisodeStatus, OpenEpisode, close_env, score_env, step_env
 from agentrl.rollout.limits import less_overlong
 from agentrl.rollout.renderer import load_renderer
-from agentrl.run_folder.earlier_configs import config_at
+from agentrl.run_folder.earlier_configs import file_at
 from agentrl.run_folder.records import EpisodeRecord, iter_records, recorded_steps
 from agentrl.run_folder.store import find_checkpoint
 from agentrl.sandbox import SandboxBroken, close_pools
@@ -156,7 +157,7 @@ async def _rescore(scorer: _Rescorer, run: Path, steps: Sequence[int], say: Call
             groups: dict[int, list[EpisodeRecord]] = {}
             for record in iter_records(run, step):
                 groups.setdefault(record.group, []).append(record)
-            rollout = config_at(run, step).rollout
+            rollout = load_sampling_config(file_at(run, step), check_paths=False, rescores=True).rollout
             penalty = rollout.overlong_penalty if rollout.overlong == "penalise" else 0.0
             for each in await asyncio.gather(*(scorer.group(records, penalty) for records in groups.values())):
                 for reason in each.left_out:

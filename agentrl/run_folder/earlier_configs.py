@@ -42,12 +42,17 @@ def config_at(run: Path, step: int, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: it is invalid today.
     """
-    end = next((last for last in ends(run) if last >= step), None)
-    config = load_config(run / "config.yaml", overrides, check_paths=False)
-    if end is not None:
-        earlier = load_config(run / FOLDER / f"to-step-{end}.yaml", overrides, check_paths=False)
-        config = with_current_inputs(earlier, config)
+    current, file = run / "config.yaml", file_at(run, step)
+    config = load_config(current, overrides, check_paths=False)
+    if file != current:
+        config = with_current_inputs(load_config(file, overrides, check_paths=False), config)
     return with_own_start(config, run)
+
+
+def file_at(run: Path, step: int) -> Path:
+    """The file with the configuration with which a step was taken."""
+    end = next((last for last in ends(run) if last >= step), None)
+    return run / "config.yaml" if end is None else run / FOLDER / f"to-step-{end}.yaml"
 
 
 def ends(run: Path) -> list[int]:

@@ -313,6 +313,17 @@ def test_the_penalty_of_cut_episodes_is_that_of_the_step():
     assert [episode.rescored for episode in found.episodes] == [episode.recorded for episode in found.episodes]
 
 
+def test_settings_of_training_that_are_refused_today_keep_no_rewards_from_being_computed():
+    run = make_run()
+    file = run / "config.yaml"
+    written = file.read_text().replace("overlong: train", "overlong: penalise")
+    file.write_text(written.replace("algorithm:", "algorithm:\n  gone: 1"))
+    rewritten(run, lambda episode: less_overlong(replace(episode, stop_reason=StopReason.MAX_TURNS), 0.5))
+    said = CliRunner().invoke(app, ["rescore", str(run)])
+    assert said.exit_code == 0, said.output
+    assert said.stdout.splitlines()[-1] == "no episode changed"
+
+
 def test_rewards_per_group_see_the_episodes_whose_reward_is_fixed():
     run = make_run()
 
