@@ -155,7 +155,9 @@ def _find(target: Path, overrides: list[str]) -> _Policy:
     check_effect(overrides, "serve", "on serving")
     named, target = target, policy_folder(target)
     if (run := trained_by(target)) is not None:
-        config = load_sampling_config(run / "config.yaml", overrides, check_paths=False)
+        # It is always on here, so the run's own setting must not keep an override from choosing another kind.
+        changes = ["engine.server.grammars=null", *overrides]
+        config = load_sampling_config(run / "config.yaml", changes, check_paths=False)
         found = find_checkpoint(target, hold=True)
         renderer = load_renderer(config, found.path)
         check_renderer(renderer, found.path)

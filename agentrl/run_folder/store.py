@@ -37,6 +37,7 @@ from typing import IO, Self
 from agentrl.clean import clean_text
 from agentrl.config import RunConfig, dump_config, load_config
 from agentrl.config.changes import Change
+from agentrl.config.load import load_sampling_config
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.reporting.report import Summary
 from agentrl.run_folder import checkpoints, earlier_configs
@@ -453,9 +454,15 @@ def _unstarted(path: Path) -> RunConfig | None:
     if played or checkpoints.steps_saved(path / "checkpoints"):
         return None
     try:
-        return load_config(file, check_paths=False)
+        return _config_in(path)
     except ConfigError:  # of a version that knew other keys; `_claim` says what is wrong
         return None
+
+
+def _config_in(path: Path) -> RunConfig:
+    """The configuration of a folder; that of an evaluation may lack settings of training that the rest needs."""
+    load = load_sampling_config if (path / "eval.json").is_file() else load_config
+    return load(path / "config.yaml", check_paths=False)
 
 
 def _cold_started(path: Path, config: RunConfig) -> bool:
@@ -490,7 +497,7 @@ def _claim(path: Path, config: RunConfig, *, exact: bool) -> tuple[bool, Sequenc
     if not file.is_file():
         write_atomic(file, dump_config(config).encode())
         return False, ()
-    changes = changes_of_run(path, with_own_start(load_config(file, check_paths=False), path), config)
+    changes = changes_of_run(path, with_own_start(_config_in(path), path), config)
     refused = [change for change in changes if exact or change.kind == "fixed"]
     if refused:
         listed = "\n    ".join(map(str, refused))

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli.env import run_config
+from agentrl.cli.serve import _find
 from agentrl.config import dump_config, load_config
 from agentrl.config.facts import UnusedBy, effects, facts
 from agentrl.config.load import load_sampling_config
 from agentrl.config.schema import fields
 from agentrl.errors import ConfigError
 from agentrl.eval.target import find
+from agentrl.run_folder.store import Checkpoint, RunStore
 
 CALCULATOR = "env: agentrl.envs.calculator:Calculator\nmodel: {tiny: {}}\n"
 FILES = "agentrl.envs.files:Files"
@@ -90,6 +92,62 @@ def test_mistakes_in_a_file_that_was_not_trained_with_are_errors(tmp_path: Path)
     file = _file(tmp_path, CALCULATOR + "algorithm: {advantage: nope}\n")
     with pytest.raises(ConfigError, match=r"algorithm\.advantage must be one of"):
         find(file, None, ["rollout.max_turns=1"])
+
+
+def test_a_mistake_in_an_override_is_named_where_the_file_needs_another_one(tmp_path: Path):
+    file = _file(tmp_path, "model: {tiny: {}}\n")
+    with pytest.raises(ConfigError) as refused:
+        load_sampling_config(file, ["env.use=agentrl.envs.calculator:Calculator", "steps=0"], check_paths=True)
+    assert str(refused.value) == "--set steps=0: steps must be greater than 0, got 0"
+    file = _file(tmp_path, CALCULATOR + "rollout: {max_turn: 3}\n")
+    with pytest.raises(ConfigError, match=r"(?s)rollout\.max_turn: unknown key.*--set rollout\.max_tokens=-1"):
+        load_sampling_config(file, ["rollout.max_tokens=-1"], check_paths=True)
+
+
+def test_an_empty_section_of_training_is_dropped_with_what_is_around_it(tmp_path: Path):
+    training = "algorithm:\n  kl:\n  advantage: {name: turn_level, gamma: 0.9}\n"
+    file = _file(tmp_path, CALCULATOR + training)
+    assert load_sampling_config(file, ["rollout.max_turns=1"], check_paths=False).rollout.max_turns == 1
+
+
+def test_a_refused_reward_model_matters_only_to_rescoring(tmp_path: Path):
+    scored = (
+        CALCULATOR + "reward_model: {kind: classifier, path: /m, weight: 0.5}\nrollout: {overlong: penalise}\n"
+    )
+    written = dump_config(load_config(_file(tmp_path, scored), check_paths=False))
+    file = tmp_path / "config.yaml"
+    file.write_text(written.replace("algorithm:", "algorithm:\n  gone: 1"))
+    config = load_sampling_config(file, check_paths=False, rescores=True)
+    assert config.reward_model is not None
+    assert (config.reward_model.weight, config.rollout.overlong) == (0.5, "penalise")
+    file.write_text(written.replace("weight: 0.5", "weight: none"))
+    assert load_sampling_config(file, check_paths=False).reward_model is None
+    with pytest.raises(ConfigError, match=r"reward_model\.weight"):
+        load_sampling_config(file, check_paths=False, rescores=True)
+
+
+def test_an_evaluation_without_settings_of_training_resumes(written, tmp_path: Path):
+    config = load_sampling_config(written(CALCULATOR + ON_RAY), ["rollout.max_turns=1"], check_paths=False)
+    folder = tmp_path / "evaluation"
+    for resumed in (False, True):
+        with RunStore.open(config, folder, exact=True) as store:
+            assert store.resumed == resumed
+            if not resumed:
+                store.write_file("eval.json", b"{}")
+                store.log_metrics(1, {})
+    changed = load_sampling_config(written(CALCULATOR + ON_RAY), ["rollout.max_turns=2"], check_paths=False)
+    with pytest.raises(ConfigError, match=r"rollout\.max_turns: 1 -> 2"):
+        RunStore.open(changed, folder, exact=True)
+
+
+def test_a_run_with_grammars_can_be_served_by_another_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = _file(tmp_path, CALCULATOR + "engine: {kind: sglang, server: {grammars: true}}\n")
+    (tmp_path / "config.yaml").write_text(dump_config(load_config(file, check_paths=False)))
+    monkeypatch.setattr("agentrl.run_folder.store.find_checkpoint", lambda *_, **__: Checkpoint(1, tmp_path))
+    for name in ("load_renderer", "check_renderer"):
+        monkeypatch.setattr(f"agentrl.rollout.renderer.{name}", lambda *_: None)
+    monkeypatch.setattr("agentrl.cli.serve._digest", lambda *_: "")
+    assert _find(tmp_path, ["engine.kind=local"]).engine.kind == "local"
 
 
 def test_no_setting_of_sampling_depends_on_a_setting_of_training():
