@@ -13,7 +13,7 @@ from agentrl.config.facts import UnusedBy, effects, facts
 from agentrl.config.load import load_sampling_config
 from agentrl.config.schema import fields
 from agentrl.errors import ConfigError
-from agentrl.eval.target import find
+from agentrl.eval.target import find, of_env
 from agentrl.run_folder.store import Checkpoint, RunStore
 
 CALCULATOR = "env: agentrl.envs.calculator:Calculator\nmodel: {tiny: {}}\n"
@@ -138,6 +138,17 @@ def test_an_evaluation_without_settings_of_training_resumes(written, tmp_path: P
     changed = load_sampling_config(written(CALCULATOR + ON_RAY), ["rollout.max_turns=2"], check_paths=False)
     with pytest.raises(ConfigError, match=r"rollout\.max_turns: 1 -> 2"):
         RunStore.open(changed, folder, exact=True)
+
+
+def test_an_evaluation_of_one_env_of_several_resumes(written, tmp_path: Path):
+    file = written(MIXTURE + "rollout: {env_shares: solve_rate, compact: {how: summary}}\n")
+    config = of_env(load_sampling_config(file, ["envs.two.rollout.max_turns=1"], check_paths=False), "two")
+    for resumed in (False, True):
+        with RunStore.open(config, tmp_path / "evaluation", exact=True) as store:
+            assert store.resumed == resumed
+            store.write_file("eval.json", b"{}")
+            if not resumed:
+                store.log_metrics(1, {})
 
 
 def test_a_run_with_grammars_can_be_served_by_another_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
