@@ -65,12 +65,12 @@ def connect(ray: Any, address: str | None, *, cpus: int) -> bool:
             except (OSError, ValueError, RuntimeError) as e:
                 raise ConfigError(f"ray {address!r}: {_refused(e)}") from e
             return True
-        os.environ.pop(JOB_CONFIG, None)
         cpus = max(os.cpu_count() or 1, cpus)
         for attempt in range(STARTS):
             before = _children()
             try:
-                ray.init(address="local", num_cpus=cpus, include_dashboard=False, **options)
+                with _without_job():
+                    ray.init(address="local", num_cpus=cpus, include_dashboard=False, **options)
                 break
             except Exception as e:  # Ray raises a bare Exception where its processes do not come up
                 ray.shutdown()
@@ -139,6 +139,17 @@ def _signals_kept() -> Iterator[None]:
             yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+@contextmanager
+def _without_job() -> Iterator[None]:
+    """A later run of this process may use the cluster of the submitted job."""
+    job = os.environ.pop(JOB_CONFIG, None)
+    try:
+        yield
+    finally:
+        if job is not None:
+            os.environ[JOB_CONFIG] = job
 
 
 @contextmanager

@@ -76,9 +76,10 @@ class Submitted(SlowRay):
 def test_only_the_cluster_of_a_submitted_job_gets_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(JOB_CONFIG, '{"runtime_env": {"working_dir": "gcs://_ray_pkg_1.zip"}}')
     ray = Submitted(tmp_path)
-    connect(ray, "auto", cpus=1)
-    connect(ray, None, cpus=1)
-    assert ray.parts == ['{"runtime_env": {"working_dir": "gcs://_ray_pkg_1.zip"}}', None]
+    for address in ("auto", None, "auto"):
+        connect(ray, address, cpus=1)
+    files = '{"runtime_env": {"working_dir": "gcs://_ray_pkg_1.zip"}}'
+    assert ray.parts == [files, None, files]
 
 
 SIGNALED = """
