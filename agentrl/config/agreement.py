@@ -32,6 +32,9 @@ def check_sections(config: RunConfig, *, trains: bool = True) -> None:
 
 
 def _check_training(config: RunConfig) -> None:
+    for name, env in config.envs.items():
+        _check_overrides(config, name, env)
+    _check_overridden(config)
     _check_models(config)
     _check_teacher(config)
     _check_teachers_of_envs(config)
@@ -85,8 +88,6 @@ def _check_envs(config: RunConfig) -> None:
                 f"{config.algorithm.advantage.name}: the critic of gae learns from all episodes of a run, so gae "
                 "cannot be chosen or replaced for a single env"
             )
-        _check_overrides(config, name, env)
-    _check_overridden(config)
     if config.envs and config.data != type(config.data)():
         raise ValueError("data has no effect with `envs`: write it under the env it belongs to (envs.NAME.data)")
     if config.envs and config.agent is not None:

@@ -68,6 +68,14 @@ def test_an_override_of_one_env_may_contradict_a_setting_of_its_training(written
     assert [view.rollout.max_turns for view in by_env.values()] == [4, 1]
 
 
+def test_an_override_may_equal_the_setting_of_another_env(written):
+    file, changes = written(MIXTURE.replace("rollout: {max_turns: 5}, ", "")), ["rollout.max_turns=4"]
+    with pytest.raises(ConfigError, match=r"envs\.one\.rollout\.max_turns has no effect: it equals"):
+        load_config(file, changes, check_paths=False)
+    by_env = load_sampling_config(file, changes, check_paths=False).by_env
+    assert [view.rollout.max_turns for view in by_env.values()] == [4, 4]
+
+
 def test_a_run_whose_training_would_be_refused_today_can_be_played(tmp_path: Path):
     written = dump_config(load_config(_file(tmp_path, CALCULATOR + BETWEEN_TURNS), check_paths=False))
     file = tmp_path / "config.yaml"
