@@ -542,6 +542,19 @@ def test_a_whole_number_is_an_integer_however_it_is_written():
         signature.validate(given | {"n": "3"})
 
 
+def test_only_numbers_that_must_be_integers_are_written_as_such():
+    def f(
+        n: int, kind: Literal[1, "a"], rows: list[dict[str, int] | str], price: int | float, other: Any
+    ) -> None: ...
+
+    signature = describe_callable(f, where="f", method=False)
+    given = {"n": 3.0, "kind": 1.0, "rows": ["a", {"b": 2.0}], "price": 4.0, "other": {"c": [5.0, 1e300]}}
+    found = signature.validate(given)
+    assert json.dumps(found) == json.dumps(given | {"n": 3, "kind": 1, "rows": ["a", {"b": 2}]})
+    with pytest.raises(InvalidArguments, match=r"args\.rows\[1\]: expected .*, got 7\.0$"):
+        signature.validate(given | {"n": 3, "kind": "a", "rows": ["a", 7.0]})
+
+
 def test_names_that_must_be_integers_are_described():
     def f(rows: Annotated[dict[int, str], Field(min_length=2)]) -> None: ...
 

@@ -32,6 +32,8 @@ _SECTION = re.compile(rf"({'|'.join(_OF_ARGUMENTS)}|Returns|Raises|Yields|Exampl
 _PARAMETER = re.compile(r"(\*{0,2}\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 INTEGER = r"^-?[0-9]+$"
 """The pattern of names that are integers, of an argument such as `dict[int, str]`."""
+_OF_INTEGERS = ("int_type", "int_from_float", "literal_error", "enum")
+"""The errors of pydantic about a value that is not the integer, or none of the integers, that was expected."""
 _EXPECTED = {
     "int_type": "integer",
     "int_from_float": "integer",
@@ -110,19 +112,29 @@ class Signature:
         """The arguments in their types; where 3.0 does not fit, 3 may, an integer as JSON Schema counts."""
         try:
             return self.adapter.validate_json(text, strict=True)
-        except ValidationError:
-            if (whole := json.dumps(_with_integers(arguments))) == text:
+        except ValidationError as e:
+            wholes = [d["loc"] for d in e.errors() if d["type"] in _OF_INTEGERS and _is_whole(d["input"])]
+            if not wholes:
                 raise
-            return self.adapter.validate_json(whole, strict=True)
+            data = json.loads(text)
+            for location in wholes:
+                _write_integer(data, location)
+            return self.adapter.validate_json(json.dumps(data), strict=True)
 
 
-def _with_integers(value: object) -> object:
-    """The data with 3.0 written as 3."""
-    if isinstance(value, Mapping):
-        return {key: _with_integers(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_integers(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _is_whole(value: object) -> bool:
+    return isinstance(value, float) and value.is_integer()
+
+
+def _write_integer(data: Any, location: Sequence[int | str]) -> None:
+    """Write 3.0 at a location of pydantic as 3; names of union branches are no part of the data."""
+    inside, at = None, None
+    for part in location:
+        here = data if inside is None else inside[at]
+        if part in here if isinstance(here, dict) else isinstance(here, list) and isinstance(part, int):
+            inside, at = here, part
+    if inside is not None and _is_whole(inside[at]):
+        inside[at] = int(inside[at])
 
 
 def describe_callable(
