@@ -1,12 +1,15 @@
 import asyncio
 import functools
+import math
 import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Literal
 
+import numpy as np
 import pytest
 
 from agentrl.env import Stop, ToolEnv, ToolResult, ToolSettings, TurnView, reward, tool
@@ -330,6 +333,21 @@ async def test_one_hung_tool_among_64_episodes_holds_nobody_up():
             break
         await asyncio.sleep(0.01)
     assert not stuck()
+
+
+async def test_a_tool_may_have_no_time_limit():
+    class Unlimited(ToolEnv):
+        @tool(timeout_s=math.inf)
+        def plain(self) -> str:
+            return "one"
+
+        @tool(timeout_s=math.inf)
+        async def awaited(self) -> str:
+            await asyncio.sleep(0)
+            return "two"
+
+    observation, *_ = await (await started(Unlimited())).step(calling(("plain", {}), ("awaited", {})))
+    assert [message.content for message in observation] == ["one", "two"]
 
 
 async def test_slow_plain_tools_run_beside_one_another():
@@ -727,6 +745,18 @@ def test_a_cached_or_partial_method_is_not_left_out_silently(made, what):
             r"Odd\.r: weight must be a finite number, got <class 'float'>",
         ),
         ({"r": reward(weight=10**400)(lambda self: 1)}, r"Odd\.r: weight must be a finite number, got 1000"),
+        (
+            {"r": reward(weight=np.float32("inf"))(lambda self: 1)},
+            r"Odd\.r: weight must be a finite number, got np\.float32\(inf\)",
+        ),
+        (
+            {"r": reward(weight=Decimal("NaN"))(lambda self: 1)},
+            r"Odd\.r: weight must be a finite number, got Decimal\('NaN'\)",
+        ),
+        (
+            {"r": reward(timeout_s=np.ones(2))(lambda self: 1)},
+            r"Odd\.r: timeout_s must be a number of seconds above 0, got array",
+        ),
         ({"r": reward(timeout_s=float)(lambda self: 1)}, r"Odd\.r: timeout_s must be a number of seconds above 0"),
         (
             {"r": reward(per=["turn"])(lambda self: 1)},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -287,12 +288,18 @@ def _is_marked(method: object) -> bool:
 
 def check_timeout(seconds: Any, where: str) -> None:
     """Raises ConfigError for a timeout that no call could meet."""
-    if seconds is not None and (not _is_number(seconds) or not 0 < seconds <= sys.float_info.max):
+    if seconds is not None and not _number(seconds) > 0:
         raise ConfigError(f"{where}: timeout_s must be a number of seconds above 0, got {shorten(seconds)}")
 
 
-def _is_number(value: object) -> bool:
-    return hasattr(type(value), "__float__") and not isinstance(value, bool)
+def _number(value: Any) -> float:
+    """The number as a float; NaN for anything else, and for a number too large for a float."""
+    if isinstance(value, bool) or not hasattr(type(value), "__float__"):
+        return math.nan
+    try:
+        return float(value)
+    except Exception:  # of a type from another package: an array, a NaN that signals
+        return math.nan
 
 
 def _check_attributes(cls: type) -> None:
@@ -385,7 +392,7 @@ def _reward_spec(attribute: str, function: Callable[..., object], mark: RewardMa
     if allowed is None:
         raise ConfigError(f"{where}: per={mark.per!r} must be 'episode', 'turn' or 'group'")
     check_timeout(mark.timeout_s, where)
-    if not _is_number(mark.weight) or not abs(mark.weight) <= sys.float_info.max:
+    if not math.isfinite(_number(mark.weight)):
         raise ConfigError(f"{where}: weight must be a finite number, got {shorten(mark.weight)}")
     if mark.solved_at is not None:
         rule_of(mark.solved_at, f"{where}: solved")
