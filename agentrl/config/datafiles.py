@@ -90,9 +90,16 @@ def _cached(name: str) -> Path:
 
 def _in_folder(folder: Path, text: str, split: str, pattern: str | None) -> list[Path]:
     """The files of a folder (or the saved datasets, as in a saved `DatasetDict`) that hold the rows of `split`."""
-    everything = (
-        Path(inside, name) for inside, _, names in os.walk(folder, onerror=_unless_gone) for name in names
-    )
+    closed: list[PermissionError] = []
+
+    def skip(error: OSError) -> None:
+        """Pass over a folder that was removed meanwhile, or that may not be listed, such as `lost+found`."""
+        if isinstance(error, PermissionError):
+            closed.append(error)
+        elif not isinstance(error, FileNotFoundError):
+            raise error
+
+    everything = (Path(inside, name) for inside, _, names in os.walk(folder, onerror=skip) for name in names)
     files = [
         p.parent if p.name == SAVED else p
         for p in sorted(p for p in everything if p.suffix in SUFFIXES and p.name not in _NO_ROWS)
@@ -108,6 +115,8 @@ def _in_folder(folder: Path, text: str, split: str, pattern: str | None) -> list
     listed = (
         ", ".join(names.values()) if len(names) <= 6 else f"{len(names)} files, {next(iter(names.values()))} first"
     )
+    if closed and not chosen:
+        raise closed[0]
     if not chosen:
         wanted = f"matching {pattern}" if pattern else f"of the split {split}"
         raise ConfigError(
@@ -122,9 +131,3 @@ def _in_folder(folder: Path, text: str, split: str, pattern: str | None) -> list
             "the files"
         )
     return chosen
-
-
-def _unless_gone(error: OSError) -> None:
-    """Raise what keeps a folder from being listed; one that was removed meanwhile has no files."""
-    if not isinstance(error, FileNotFoundError):
-        raise error

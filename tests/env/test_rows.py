@@ -1,5 +1,6 @@
 """Rows of files of every kind, alone and together."""
 
+import errno
 import json
 import os
 
@@ -127,6 +128,24 @@ def test_what_is_no_file_or_cannot_be_listed_is_said(tmp_path):
         data_files(str(tmp_path / "pipe.jsonl"))
     with pytest.raises(ConfigError, match="cannot be read: File name too long"):
         data_files("x" * 5000)
+
+
+def test_only_a_folder_that_hides_the_rows_must_be_listed(tmp_path, monkeypatch):
+    """The root of a volume has a lost+found that only root may list."""
+    lost = tmp_path / "lost+found"
+    lost.mkdir()
+    listed = os.scandir
+
+    def scandir(path):
+        if os.fspath(path) == os.fspath(lost):
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(lost))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(ConfigError, match=r"cannot be read: .*lost\+found: Permission denied"):
+        data_files(str(tmp_path))
+    (tmp_path / "train.jsonl").write_text("{}")
+    assert data_files(str(tmp_path)) == [tmp_path / "train.jsonl"]
 
 
 def test_a_folder_of_many_datasets_is_refused_in_one_line(tmp_path):
