@@ -25,6 +25,7 @@ from agentrl.config.load import load_sampling_config
 from agentrl.config.run import ModelConfig, RunConfig
 from agentrl.engine.chat_client import Endpoint
 from agentrl.env.env import Env
+from agentrl.env.toolenv.json_schema import shorten
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError, EngineError
 from agentrl.eval import target as names
 from agentrl.eval.compare import Comparison
@@ -279,9 +280,13 @@ def _number(name: str, value: float | None) -> float | None:
     """The number, also of NumPy. Raises ConfigError if it is not finite, or negative."""
     if value is None:
         return None
-    if isinstance(value, bool | str) or not isinstance(value, SupportsFloat) or not 0 <= float(value) < math.inf:
-        raise ConfigError(f"{name} is {value!r}: it must be a number of at least 0")
-    return float(value)
+    try:
+        found = float(value) if isinstance(value, SupportsFloat) and not isinstance(value, bool) else math.nan
+    except (ValueError, TypeError, OverflowError):
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise ConfigError(f"{name} is {shorten(value)}: it must be a finite number of at least 0")
+    return found
 
 
 def _fields(request: Mapping[str, object]) -> Callable[[], Mapping[str, object]] | None:

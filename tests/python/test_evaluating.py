@@ -186,7 +186,8 @@ URL: dict[str, Any] = {"base_url": "http://127.0.0.1:9/v1", "model": "m"}
         ({"env": Echo, "price_prompt": 1, **URL}, "give both price_prompt and price_completion"),
         ({"env": Echo, "tasks": 0, **URL}, "tasks is 0: it must be a whole number of at least 1"),
         ({"env": Echo, "tasks": True, **URL}, "tasks is True"),
-        ({"env": Echo, "temperature": "1", **URL}, "temperature is '1': it must be a number of at least 0"),
+        ({"env": Echo, "temperature": "1", **URL}, "temperature is '1': it must be a finite number of at least 0"),
+        ({"env": Echo, "temperature": 10**400, **URL}, "000...: it must be a finite number of at least 0"),
         ({"env": Echo, "temperature": float("nan"), **URL}, "temperature is nan"),
         ({"env": Echo, "temperature": 1e-9, **URL}, "temperature 1e-09: must be 0, which is greedy"),
         (
