@@ -6,7 +6,7 @@ first parser that passes this check.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -109,11 +109,23 @@ def reads_calls(renderer: Renderer) -> bool:
     )
 
 
-def unread_name(renderer: Renderer, name: str) -> Misread | str | None:
-    """Return None if a call of a tool with this name survives: some formats use a name for something else."""
+def unread_name(renderer: Renderer, schema: Mapping[str, Any]) -> Misread | str | None:
+    """Return None if the name of a tool survives a call of it: some formats use a name for something else.
+
+    The call has the arguments that the tool requires: a template may write the calls of one tool in its own way.
+    """
+    name, parameters = schema["function"]["name"], schema["function"].get("parameters")
+    required = parameters.get("required") if isinstance(parameters, Mapping) else None
+    own = [each for each in required or () if isinstance(each, str) and each.isidentifier()]
     tool = {**TOOL, "function": {**TOOL["function"], "name": name}}
-    call = ToolCall(renderer.parser.call_id(name, 0), name, REQUIRED["a call"])
-    return read_back(renderer, "a call", Message("assistant", tool_calls=(call,)), tool)
+    arguments = {**dict.fromkeys(own, "plain words"), **REQUIRED["a call"]}
+    call = ToolCall(renderer.parser.call_id(name, 0), name, arguments)
+    try:
+        ids = renderer.completion_ids(Message("assistant", tool_calls=(call,)), [tool])
+    except TemplateError as e:
+        return str(e)
+    read = renderer.parse(ids, tools=[tool])
+    return None if [call.name for call in read.tool_calls] == [name] else _misread(renderer, "a call", ids, read)
 
 
 def messages(parser: Parser) -> Iterator[tuple[str, Message]]:
@@ -129,17 +141,19 @@ def messages(parser: Parser) -> Iterator[tuple[str, Message]]:
     yield "text before a call", say({"query": "a"}, content="Let me see.")
 
 
-def read_back(
-    renderer: Renderer, shape: str, message: Message, tool: Mapping[str, Any] = TOOL
-) -> Misread | str | None:
+def read_back(renderer: Renderer, shape: str, message: Message) -> Misread | str | None:
     """Return None if calls and text survive; otherwise what was parsed instead, or why the template refuses."""
     try:
-        ids = renderer.completion_ids(message, [tool])
+        ids = renderer.completion_ids(message, [TOOL])
     except TemplateError as e:
         return str(e)
-    read = renderer.parse(ids, tools=[tool])
+    read = renderer.parse(ids, tools=[TOOL])
     if calls_of(read) == calls_of(message) and str(read.content).split() == str(message.content).split():
         return None
+    return _misread(renderer, shape, ids, read)
+
+
+def _misread(renderer: Renderer, shape: str, ids: Sequence[int], read: Message) -> Misread:
     came = f"{read.content!r}" if not read.tool_calls else ", ".join(f"{n}({a})" for n, a in calls_of(read))
     return Misread(shape, renderer.decode(ids), "; ".join([came, *read.parse_errors]))
 

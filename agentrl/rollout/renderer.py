@@ -99,11 +99,10 @@ def require_template(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> 
     """
     prove(renderer).require(tools=bool(tools))
     for tool in tools:
-        name = tool["function"]["name"]
-        if (lost := unread_name(renderer, name)) is not None:
+        if (lost := unread_name(renderer, tool)) is not None:
             raise TemplateError(
-                f"the tool {name!r} cannot be called in the format {renderer.parser.name} of this chat template: "
-                f"{lost}; rename the tool"
+                f"the tool {tool['function']['name']!r} cannot be called in the format {renderer.parser.name} of "
+                f"this chat template: {lost}; rename the tool"
             )
 
 

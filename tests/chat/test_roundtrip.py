@@ -428,3 +428,13 @@ def test_a_tool_whose_name_the_format_cannot_carry_is_refused(
             match=rf"the tool '{name}' cannot be called in the format {family.parser} of this chat template: a call: ",
         ):
             require_template(renderer, [TOOL, tool])
+
+
+def test_a_template_may_write_the_calls_of_one_tool_in_its_own_way(tmp_path: Path):
+    usual = "(call.function.arguments | tojson)"
+    code = """('{"code": ' + (call.function.arguments.code | tojson) + '}')"""
+    own = CHATML_TEMPLATE.replace(usual, f"({code} if call.function.name == 'run_code' else {usual})")
+    assert own != CHATML_TEMPLATE
+    renderer = Renderer.from_directory(CHATML.directory(tmp_path), template=own)
+    parameters = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
+    require_template(renderer, [{"type": "function", "function": {"name": "run_code", "parameters": parameters}}])
