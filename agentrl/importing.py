@@ -43,7 +43,7 @@ def name_object(given: object, *, factory: bool = False) -> str:
             return f"{module}:{name}"
     short = re.sub(r"\W", "", name.rpartition(".")[2]) or "function"
     number, spec = 1, f"{module}:{short}"
-    while spec in _given and not _may_replace(_given[spec][0], given):
+    while not _may_replace(_given.setdefault(spec, (given, factory))[0], given):  # also by other threads
         number += 1
         spec = f"{module}:{short}_{number}"
     _given[spec] = given, factory
@@ -65,11 +65,36 @@ def _may_replace(old: object, new: object) -> bool:
     if code is not None and getattr(old, "__code__", None) is code:  # two results of one function
         return _equal(_closure(old), _closure(new))
     same = getattr(old, "__qualname__", "") == getattr(new, "__qualname__", None)
+    if same and isinstance(old, type) and isinstance(new, type) and "<locals>" in new.__qualname__:
+        if _code(old) != _code(new):
+            return True
+        return _equal(_values(old), _values(new)) and all(map(_may_replace, old.__bases__, new.__bases__))
     return same and "<lambda>" not in getattr(new, "__qualname__", "")
 
 
 def _closure(function: object) -> list[object]:
-    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    """The variables that a function reads from the call that made it."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    cells = getattr(function, "__closure__", None) or ()
+    return [cell for name, cell in zip(names, cells, strict=False) if name != "__class__"]  # of super()
+
+
+def _members(kind: type) -> dict[str, object]:
+    """The methods and attributes of a class; the functions inside of what `classmethod` and `property` return."""
+    return {
+        name: getattr(item, "__func__", None) or getattr(item, "fget", None) or item
+        for name, item in vars(kind).items()
+        if name != "_abc_impl" and (callable(item) or not name.startswith("__"))
+    }
+
+
+def _code(kind: type) -> list[object]:
+    return [getattr(item, "__code__", None) for item in _members(kind).values()]
+
+
+def _values(kind: type) -> list[object]:
+    """What differs between classes that one function makes: attributes, and the closures of methods."""
+    return [_closure(item) if hasattr(item, "__code__") else item for item in _members(kind).values()]
 
 
 def _equal(one: list[object], other: list[object]) -> bool:

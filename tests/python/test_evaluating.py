@@ -238,3 +238,23 @@ def test_the_command_says_which_form_an_env_has(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         main(["eval", "--env", "calc", "--base-url", URL["base_url"], "--model", "m"])
     assert "--env calc: must be `module:Class` or `path/to/file.py:Class`" in capsys.readouterr().err
+
+
+def test_envs_that_one_function_makes_are_several():
+    def made(said: str) -> type[Echo]:
+        class Made(Echo):
+            @reward(solved=True)
+            def said(self, episode: agentrl.Episode) -> float:
+                return float(episode.messages[-1].content == said)
+
+        class Derived(Made): ...
+
+        return Derived
+
+    with serving(Server(guess)) as server:
+        found = [
+            agentrl.evaluate(env=made(said), base_url=server.url, model="m", tasks=1)
+            for said in ("12345678", "no", "no")
+        ]
+        assert len(server.requests) == 2, "the last one is the one before it"
+    assert [result.solved for result in found] == [1.0, 0.0, 0.0]
