@@ -49,6 +49,13 @@ def find(
     from agentrl.eval.evaluate import Subject
     from agentrl.rollout.policy_folder import policy_folder, trained_by
 
+    if target is not None:
+        if str(target).startswith(("http:/", "https:/")) and not target.exists():
+            raise ConfigError(
+                f"{str(target).replace(':/', '://', 1)}: is a URL, not a folder; give it with --base-url, the "
+                "model there with --model, and the env with --env module:Class, a run folder or a YAML file"
+            )
+        target = policy_folder(target)
     check_overrides(overrides, target, endpoint)
     named = env is not None and ":" not in env  # one of several envs of the run
     changes = [f"env.use={env}", "envs=null", *overrides] if env and not named else overrides
@@ -58,12 +65,6 @@ def find(
         if env is None:
             raise ConfigError("name an environment: --env module:Class, or a run folder or YAML file with its env")
         return Subject(endpoint=endpoint), _bare(endpoint.model, env, overrides, exists=False), ELSEWHERE
-    if str(target).startswith(("http:/", "https:/")) and not target.exists():
-        raise ConfigError(
-            f"{str(target).replace(':/', '://', 1)}: is a URL, not a folder; give it with --base-url, the model "
-            "there with --model, and the env with --env module:Class, a run folder or a YAML file"
-        )
-    target = policy_folder(target)
     if (run := trained_by(target)) is not None:
         config = of_env(load_sampling_config(run / "config.yaml", changes, check_paths=False), env)
         if endpoint is not None:

@@ -258,3 +258,12 @@ def test_envs_that_one_function_makes_are_several():
         ]
         assert len(server.requests) == 2, "the last one is the one before it"
     assert [result.solved for result in found] == [1.0, 0.0, 0.0]
+
+
+def test_a_checkpoint_of_a_run_takes_no_override_of_its_model():
+    checkpoint = Path("run/checkpoints/step-3")
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    Path("run/config.yaml").write_text("")
+    with pytest.raises(agentrl.ConfigError, match="has no effect on an evaluation of run/checkpoints/step-3"):
+        agentrl.evaluate("run@3", overrides=["model.tiny.hidden=64"])
