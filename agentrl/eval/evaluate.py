@@ -391,7 +391,8 @@ async def _play_tasks(
             for _ in range(min(len(tasks), math.ceil(options.concurrency / options.attempts))):
                 workers.create_task(work())
     except BaseExceptionGroup as several:
-        raise first_error(several) from several
+        first = first_error(several)
+        raise first from first.__cause__
 
 
 @dataclass

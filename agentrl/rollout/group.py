@@ -95,7 +95,8 @@ class GroupPlayer:
                     one = self._place(task, label, number, "greedy", failed, self.greedy)
                     baseline = running.create_task(one)
         except BaseExceptionGroup as several:
-            raise first_error(several) from several
+            first = first_error(several)
+            raise first from first.__cause__
         played = [place.result() for place in places] + ([] if baseline is None else [baseline.result()])
         episodes = tuple(await self._group_rewards(played))  # the greedy one is judged in the same comparison
         self.guard.scored(episodes)

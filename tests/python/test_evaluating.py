@@ -19,7 +19,7 @@ from agentrl.cli import main
 from agentrl.cli.eval import evaluate as command
 from agentrl.envs.calculator import Calculator
 from agentrl.types import Task
-from tests.eval.eval_server import Server, guess, serving, solve
+from tests.eval.eval_server import Server, guess, refusal, serving, solve
 
 
 class Echo(TextEnv):
@@ -267,3 +267,9 @@ def test_a_checkpoint_of_a_run_takes_no_override_of_its_model():
     Path("run/config.yaml").write_text("")
     with pytest.raises(agentrl.ConfigError, match="has no effect on an evaluation of run/checkpoints/step-3"):
         agentrl.evaluate("run@3", overrides=["model.tiny.hidden=64"])
+
+
+def test_what_an_endpoint_refuses_during_play_names_arguments():
+    refused = pytest.raises(agentrl.ConfigError, match=r"the variable that holds the API key: api_key_env NAME$")
+    with serving(Server(guess, trouble=lambda number: refusal(401))) as server, refused:
+        agentrl.evaluate(env=Echo, base_url=server.url, model="m", tasks=1)
