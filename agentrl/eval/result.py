@@ -134,7 +134,9 @@ class EvalResult:
         """
         path = folder / RESULTS_FILE
         try:
-            return TypeAdapter(cls).validate_json(read_bounded(path))
+            return replace(
+                TypeAdapter(cls).validate_json(read_bounded(path)), folder=str(folder)
+            )  # may have moved
         except FileNotFoundError:
             raise CheckpointError(f"{folder}: holds no {RESULTS_FILE}; give the folder of an evaluation") from None
         except ValidationError as e:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import index
 from pathlib import Path
-from typing import Literal, SupportsFloat, SupportsIndex
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -58,7 +58,7 @@ class EvaluationResult:
     Attributes:
         result: everything that results.json holds: estimates, stop reasons, tokens, seconds, cost.
         step: the optimizer steps of the checkpoint; 0 for other models.
-        notes: what the command would have said about it.
+        notes: what the command would have said about it; none if a `console` showed it.
     """
 
     result: EvalResult
@@ -95,12 +95,12 @@ class EvaluationResult:
         """The folder of the evaluation, a run folder."""
         return Path(self.result.folder)
 
-    def tasks(self) -> list[dict[str, object]]:
+    def tasks(self) -> list[dict[str, Any]]:
         """One row for each task: its id, the number of attempts, and their mean `solved`, `reward` and
         `reward/NAME`.
 
         Raises:
-            CheckpointError: the folder is gone or damaged.
+            CheckpointError: the folder is gone, damaged or holds another result by now.
         """
         values = task_values(self._records())
         return [
@@ -113,12 +113,12 @@ class EvaluationResult:
         """Every scored episode with its messages, by task.
 
         Raises:
-            CheckpointError: the folder is gone or damaged.
+            CheckpointError: the folder is gone, damaged or holds another result by now.
         """
         return [record.episode for record in self._records() if record.episode.error is None]
 
     def _records(self) -> list[EpisodeRecord]:
-        return read_records(self.folder, self.step)
+        return read_records(_checked_folder(self), self.step)
 
     def __str__(self) -> str:
         return result_text(self.result).plain
@@ -191,6 +191,8 @@ def evaluate(
     """
     with _in_python():
         _check(policy, split, overrides, out)
+        if console is not None and not isinstance(console, Console):
+            raise ConfigError(f"console is {_kind(console)}: give a rich.console.Console")
         _check_texts(base_url=base_url, model=model, api_key_env=api_key_env)
         attempts = _whole("attempts", attempts) or 1
         tasks, concurrency = _whole("tasks", tasks), _whole("concurrency", concurrency)
@@ -221,11 +223,24 @@ def compare(a: EvaluationResult | Path | str, b: EvaluationResult | Path | str) 
         b: the same.
 
     Raises:
-        CheckpointError: a folder holds no evaluation.
+        CheckpointError: a folder holds no evaluation, or another result by now than the given one.
         ConfigError: they have no task in common.
     """
-    of_a, of_b = (each.folder if isinstance(each, EvaluationResult) else Path(each) for each in (a, b))
-    return compare_folders(of_a, of_b)
+    return compare_folders(_checked_folder(a), _checked_folder(b))
+
+
+def _checked_folder(of: EvaluationResult | Path | str) -> Path:
+    """The folder of an evaluation. Raises CheckpointError if it holds another result than the given one."""
+    if isinstance(of, str | os.PathLike):
+        return Path(of)
+    if not isinstance(of, EvaluationResult):
+        raise ConfigError(f"compare got {_kind(of)}: give an evaluation or its folder")
+    if EvalResult.read(of.folder).priced(None) != of.result.priced(None):
+        raise CheckpointError(
+            f"{of.folder}: was played again since, and holds another result; fresh=True keeps the earlier folder "
+            "next to it, and out=... plays into another one"
+        )
+    return of.folder
 
 
 def _check(policy: object, split: object, overrides: object, out: object) -> None:
@@ -271,22 +286,20 @@ def _whole(name: str, value: int | None) -> int | None:
     """The number, also of NumPy. Raises ConfigError if it is not a positive whole one."""
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or (found := index(value)) < 1:
-        raise ConfigError(f"{name} is {value!r}: it must be a whole number of at least 1")
-    return found
+    with suppress(TypeError):  # of an array, for example
+        if not isinstance(value, bool) and (found := index(value)) >= 1:
+            return found
+    raise ConfigError(f"{name} is {value!r}: it must be a whole number of at least 1")
 
 
 def _number(name: str, value: float | None) -> float | None:
     """The number, also of NumPy. Raises ConfigError if it is not finite, or negative."""
     if value is None:
         return None
-    try:
-        found = float(value) if isinstance(value, SupportsFloat) and not isinstance(value, bool) else math.nan
-    except (ValueError, TypeError, OverflowError):
-        found = math.nan
-    if not 0 <= found < math.inf:
-        raise ConfigError(f"{name} is {shorten(value)}: it must be a finite number of at least 0")
-    return found
+    with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        if not isinstance(value, bool | str | bytes) and 0 <= (found := float(value)) < math.inf:
+            return found
+    raise ConfigError(f"{name} is {shorten(value)}: it must be a finite number of at least 0")
 
 
 def _fields(request: Mapping[str, object]) -> Callable[[], Mapping[str, object]] | None:
@@ -316,7 +329,7 @@ def _find(
     run = _run_folder(env)
     if run is not None and target is None and endpoint is None:
         return names.find(run, None, overrides)
-    names.check_overrides(overrides, target, endpoint)
+    names.check_overrides(overrides, None if target is None else policy_folder(target), endpoint)
     config = _configuration(env, overrides, target, endpoint)
     if config.envs:
         raise ConfigError(

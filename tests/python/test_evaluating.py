@@ -188,6 +188,10 @@ URL: dict[str, Any] = {"base_url": "http://127.0.0.1:9/v1", "model": "m"}
         ({"env": Echo, "tasks": True, **URL}, "tasks is True"),
         ({"env": Echo, "temperature": "1", **URL}, "temperature is '1': it must be a finite number of at least 0"),
         ({"env": Echo, "temperature": 10**400, **URL}, "000...: it must be a finite number of at least 0"),
+        ({"env": Echo, "tasks": np.array([1, 2]), **URL}, "tasks is array([1, 2])"),
+        ({"env": Echo, "temperature": np.array([1, 2]), **URL}, "temperature is array([1, 2])"),
+        ({"env": Echo, "price_prompt": 10**400, **URL}, "it must be a finite number of at least 0"),
+        ({"env": Echo, "console": True, **URL}, "console is an object of bool: give a rich.console.Console"),
         ({"env": Echo, "temperature": float("nan"), **URL}, "temperature is nan"),
         ({"env": Echo, "temperature": 1e-9, **URL}, "temperature 1e-09: must be 0, which is greedy"),
         (
@@ -240,6 +244,30 @@ def test_the_command_says_which_form_an_env_has(capsys: pytest.CaptureFixture[st
     assert "--env calc: must be `module:Class` or `path/to/file.py:Class`" in capsys.readouterr().err
 
 
+def test_what_an_endpoint_refuses_during_play_names_arguments():
+    refused = pytest.raises(agentrl.ConfigError, match=r"the variable that holds the API key: api_key_env NAME$")
+    with serving(Server(guess, trouble=lambda number: refusal(401))) as server, refused:
+        agentrl.evaluate(env=Echo, base_url=server.url, model="m", tasks=1)
+
+
+def test_a_result_knows_that_its_folder_was_moved_or_played_again():
+    with serving(Server(guess)) as server:
+        given: dict[str, Any] = {"env": Echo, "base_url": server.url, "model": "m", "tasks": 1}
+        agentrl.evaluate(**given, out="a")
+        os.rename("a", "b")
+        first = agentrl.evaluate(**given, out="b")
+        assert first.folder == Path("b").absolute()
+        assert first.tasks()[0]["solved"] == 1.0
+        server.model = lambda messages: {"content": "no"}
+        second = agentrl.evaluate(**given, out="b", fresh=True)
+    assert second.solved == 0.0
+    for read in (first.tasks, first.episodes, lambda: agentrl.compare(first, second)):
+        with pytest.raises(agentrl.AgentRLError, match="b: was played again since, and holds another result"):
+            read()
+    with pytest.raises(agentrl.ConfigError, match="compare got an object of NoneType"):
+        agentrl.compare(first.result.cost, second)  # type: ignore[arg-type]
+
+
 def test_envs_that_one_function_makes_are_several():
     def made(said: str) -> type[Echo]:
         class Made(Echo):
@@ -267,9 +295,3 @@ def test_a_checkpoint_of_a_run_takes_no_override_of_its_model():
     Path("run/config.yaml").write_text("")
     with pytest.raises(agentrl.ConfigError, match="has no effect on an evaluation of run/checkpoints/step-3"):
         agentrl.evaluate("run@3", overrides=["model.tiny.hidden=64"])
-
-
-def test_what_an_endpoint_refuses_during_play_names_arguments():
-    refused = pytest.raises(agentrl.ConfigError, match=r"the variable that holds the API key: api_key_env NAME$")
-    with serving(Server(guess, trouble=lambda number: refusal(401))) as server, refused:
-        agentrl.evaluate(env=Echo, base_url=server.url, model="m", tasks=1)
