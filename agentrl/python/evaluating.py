@@ -492,7 +492,6 @@ def _in_words(text: str) -> str:
 _OPTION = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)(?:, in Python \w+=(?:True)?)?")
 _ARGUMENTS = {name.replace("_", "-"): name for name in inspect.signature(evaluate).parameters} | {
     "fresh": "fresh=True",
-    "run-dir": "out",
     "set": "overrides",
 }
 """Arguments of `evaluate` by the options of `agentrl eval`, without their dashes."""

@@ -112,8 +112,8 @@ class RunStore:
             config: the resolved configuration; saved in a new folder, compared in an existing one.
             path: the run folder.
             fresh: start over; the existing folder is renamed with a timestamp.
-            exact: reject every other configuration; otherwise only one with another `fixed` key, and `adopt`
-                records other changes.
+            exact: for an evaluation: reject every other configuration; otherwise only one with another `fixed`
+                key, and `adopt` records other changes.
 
         Raises:
             ConfigError: the folder holds another run, holds other things, cannot be written, is held by another
@@ -126,9 +126,11 @@ class RunStore:
             str(path).encode()
         except UnicodeEncodeError:  # other libraries could not write its weights
             raise ConfigError(f"{path}: the path of a run must be UTF-8; give another folder") from None
+        elsewhere = "give another --out" if exact else "give this run another `name`"
         _make_folder(path)
-        _require_run_folder(path)
-        lock, aside = lock_folder(path), None
+        or_folder = "" if exact else ", or another folder with --run-dir, in Python run_dir="
+        _require_run_folder(path, elsewhere + or_folder)
+        lock, aside = lock_folder(path, elsewhere), None
         try:
             if fresh and any(child.name != LOCK for child in path.iterdir()):
                 lock, aside = _set_aside(path, lock)
@@ -139,7 +141,7 @@ class RunStore:
                     lock, aside = _set_aside(path, lock)
                 else:
                     _empty(path)
-            resumed, changes = _claim(path, config, exact=exact)
+            resumed, changes = _claim(path, config, elsewhere, exact=exact)
         except BaseException:
             lock.close()
             raise
@@ -479,15 +481,14 @@ def _empty(path: Path) -> None:
             child.unlink()
 
 
-def _require_run_folder(path: Path) -> None:
+def _require_run_folder(path: Path, elsewhere: str) -> None:
     """Raises ConfigError for a folder that holds other things than a run: it must not be moved."""
     others = sorted(child.name for child in path.iterdir() if not child.name.startswith("."))
     if others and not (path / "config.yaml").is_file():
-        hint = "give another `name`, or another folder with --run-dir, in Python run_dir="
-        raise ConfigError(f"{path}: is not a run folder (it holds {', '.join(others[:3])}); {hint}")
+        raise ConfigError(f"{path}: is not a run folder (it holds {', '.join(others[:3])}); {elsewhere}")
 
 
-def _claim(path: Path, config: RunConfig, *, exact: bool) -> tuple[bool, Sequence[Change]]:
+def _claim(path: Path, config: RunConfig, elsewhere: str, *, exact: bool) -> tuple[bool, Sequence[Change]]:
     """Save the configuration in a new folder, or compare it with that of an old one.
 
     Returns:
@@ -506,7 +507,7 @@ def _claim(path: Path, config: RunConfig, *, exact: bool) -> tuple[bool, Sequenc
         remedy = "undo the change" if exact else "a started run cannot make this change: undo it"
         raise ConfigError(
             f"{path}: holds a run with another configuration:\n    {listed}\n"
-            f"{remedy} to resume it, give this one another `name`, or start over with --fresh, in Python "
+            f"{remedy} to resume it, {elsewhere}, or start over with --fresh, in Python "
             "fresh=True (the old folder is renamed and kept)"
         )
     return True, changes

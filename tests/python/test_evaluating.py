@@ -18,6 +18,7 @@ from agentrl import TextEnv, reward
 from agentrl.cli import main
 from agentrl.cli.eval import evaluate as command
 from agentrl.envs.calculator import Calculator
+from agentrl.run_folder.lock import lock_folder
 from agentrl.types import Task
 from tests.eval.eval_server import Server, guess, refusal, serving, solve
 
@@ -140,6 +141,12 @@ def test_an_interrupt_ends_it_also_inside_a_loop_and_leaves_the_folder():
             agentrl.ConfigError, match=r"tasks: 1 -> 2.*another out, or start over with fresh=True"
         ):
             asyncio.run(cell(Echo, 2))
+        with pytest.raises(
+            agentrl.ConfigError, match=r"max_tokens: .*(?s:.*)to resume it, give another out, or start over"
+        ):
+            agentrl.evaluate(env=Echo, base_url=server.url, model="m", out="e", overrides=["rollout.max_tokens=7"])
+        with lock_folder(Path("e")), pytest.raises(agentrl.ConfigError, match=r"stop it, or give another out$"):
+            agentrl.evaluate(env=Echo, base_url=server.url, model="m", out="e")
 
 
 def test_an_env_of_several_is_chosen_by_its_view():
@@ -221,7 +228,7 @@ def test_errors_name_arguments_and_leave_nothing_behind(given: dict[str, Any], t
 def test_a_folder_with_other_things_is_refused_with_the_argument_to_change():
     Path("mine").mkdir()
     Path("mine/thesis.txt").write_text("years of work")
-    with pytest.raises(agentrl.ConfigError, match=r"is not a run folder .*another folder with out$"):
+    with pytest.raises(agentrl.ConfigError, match=r"is not a run folder .*; give another out$"):
         agentrl.evaluate(env=Echo, out="mine", fresh=True, **URL)
 
 
