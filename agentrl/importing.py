@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_origin
 
 from agentrl.errors import ConfigError
 from agentrl.suggest import did_you_mean
@@ -31,6 +31,7 @@ def name_object(given: object, *, factory: bool = False) -> str:
     Args:
         factory: what is found is a function that returns the object, as its class would return an instance.
     """
+    given = get_origin(given) or given  # of a generic class with parameters
     of_class = given if isinstance(given, type) or hasattr(given, "__qualname__") else type(given)
     module, name = getattr(of_class, "__module__", "__main__"), getattr(of_class, "__qualname__", "object")
     if isinstance(given, partial):

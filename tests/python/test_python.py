@@ -16,7 +16,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import pytest
 import torch
@@ -36,6 +36,7 @@ from agentrl.types import Group, Task
 from agentrl.view.episode_text import num_sampled
 from tests.trainer.test_mixture import TINY
 
+T = TypeVar("T")
 SMALL: dict[str, Any] = {
     "steps": 2,
     "env": Calculator,
@@ -319,6 +320,12 @@ def test_a_finished_section_of_a_logger_and_a_path_stay_what_they_are(tmp_path: 
     loggers = [LoggerConfig(use="tensorboard"), Path(f"{file}:Own")]
     config = agentrl.configure(SMALL | {"env": Calculator, "loggers": loggers})
     assert [each.use for each in config.loggers] == ["tensorboard", f"{file}:Own"]
+
+
+def test_a_generic_class_with_parameters_has_the_name_of_the_class():
+    class Boxed(Calculator, Generic[T]): ...
+
+    assert load_object(name_object(Boxed[int])) is Boxed
 
 
 def test_two_lambdas_have_two_names():
