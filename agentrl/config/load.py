@@ -450,7 +450,7 @@ def _other_version(file: Path, unknown: Sequence[str]) -> str:
     keys = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
     return (
         f"{file}: has keys that this version of agentrl does not know ({keys}): another version wrote it. Use "
-        "that version to resume, evaluate or serve the run. To train on from its weights, start a new run with "
+        "that version for this command. To train on from its weights, start a new run with "
         f"`model: {{path: {file.parent}/checkpoints/step-N}}`; show, view, runs and export read this run as it is"
     )
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from agentrl.eval.result import Prices
 
 ELSEWHERE = Path("runs/eval")
-"""The default folder of evaluations of what no run trained."""
+"""The default folder of evaluations of models outside of a run."""
 _INSTEAD = {
     f"eval.{key}": f"--{key.replace('_', '-')}" for key in ("attempts", "temperature", "top_p", "top_k", "min_p")
 }

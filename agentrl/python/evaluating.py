@@ -100,7 +100,7 @@ class EvaluationResult:
         `reward/NAME`.
 
         Raises:
-            CheckpointError: the folder is gone, damaged or holds another result by now.
+            CheckpointError: the folder is gone, is damaged, or no longer holds this result.
         """
         values = task_values(self._records())
         return [
@@ -113,7 +113,7 @@ class EvaluationResult:
         """Every scored episode with its messages, by task.
 
         Raises:
-            CheckpointError: the folder is gone, damaged or holds another result by now.
+            CheckpointError: the folder is gone, is damaged, or no longer holds this result.
         """
         return [record.episode for record in self._records() if record.episode.error is None]
 
@@ -223,21 +223,21 @@ def compare(a: EvaluationResult | Path | str, b: EvaluationResult | Path | str) 
         b: the same.
 
     Raises:
-        CheckpointError: a folder holds no evaluation, or another result by now than the given one.
+        CheckpointError: a folder holds no evaluation, or no longer the given result.
         ConfigError: they have no task in common.
     """
     return compare_folders(_checked_folder(a), _checked_folder(b))
 
 
 def _checked_folder(of: EvaluationResult | Path | str) -> Path:
-    """The folder of an evaluation. Raises CheckpointError if it holds another result than the given one."""
+    """The folder of an evaluation. Raises CheckpointError if it no longer holds the given result."""
     if isinstance(of, str | os.PathLike):
         return Path(of)
     if not isinstance(of, EvaluationResult):
         raise ConfigError(f"compare got {_kind(of)}: give an evaluation or its folder")
     if EvalResult.read(of.folder).priced(None) != of.result.priced(None):
         raise CheckpointError(
-            f"{of.folder}: was played again since, and holds another result; fresh=True keeps the earlier folder "
+            f"{of.folder}: was played again and holds another result now; fresh=True keeps the earlier folder "
             "next to it, and out=... plays into another one"
         )
     return of.folder

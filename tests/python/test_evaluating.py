@@ -269,7 +269,7 @@ def test_a_result_knows_that_its_folder_was_moved_or_played_again():
         second = agentrl.evaluate(**given, out="b", fresh=True)
     assert second.solved == 0.0
     for read in (first.tasks, first.episodes, lambda: agentrl.compare(first, second)):
-        with pytest.raises(agentrl.AgentRLError, match="b: was played again since, and holds another result"):
+        with pytest.raises(agentrl.AgentRLError, match="b: was played again and holds another result now"):
             read()
     with pytest.raises(agentrl.ConfigError, match="compare got an object of NoneType"):
         agentrl.compare(first.result.cost, second)  # type: ignore[arg-type]
