@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncio import to_thread
 
+from agentrl.trainer.signals import until
 from agentrl.trainer.training_run import Run
 
 
@@ -11,7 +12,8 @@ async def train(run: Run) -> None:
     """Train until the last step, or until the run is asked to stop."""
     algorithm, learner = run.algorithm, run.learner
     async with run.scheduler:
-        async for batch in run.scheduler.batches():  # admission keeps staleness <= rollout.max_staleness
+        # Admission keeps staleness <= rollout.max_staleness.
+        async for batch in until(run.leaving, run.scheduler.batches()):
             async with run.updating():
                 rows = await to_thread(algorithm.rows, batch.groups)  # sampled tokens and rewards
                 rows = await learner.annotate(rows, algorithm.advantage_needs)  # values, old and ref logprobs
@@ -24,3 +26,4 @@ async def train(run: Run) -> None:
             await run.finish(batch, rows, update)
             if run.stop:
                 return
+        await run.leave()

@@ -17,6 +17,7 @@ from agentrl.errors import CheckpointError
 from agentrl.learner.learner import Learner
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.renderer import RENDERER_FILE
+from agentrl.run_folder.checkpoints import steps_saved
 from agentrl.run_folder.files import file_error, write_atomic
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer.algorithm import Algorithm
@@ -42,6 +43,10 @@ class Checkpoints:
     start: Path
     disk_thread: Executor
     _saving: asyncio.Future[None] | None = None
+
+    def has(self, step: int) -> bool:
+        """Whether this step is saved; see `saved`."""
+        return step in steps_saved(self.store.path / "checkpoints")
 
     async def save(self, step: int) -> None:
         """Write checkpoint `step`: a Hugging Face directory with its tokenizer, and the optimizer's state.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import TypeVar
@@ -64,6 +64,16 @@ async def unless_stopped(stopping: Callable[[], bool], work: Awaitable[T]) -> T:
     if task.cancelled():
         raise StoppedEarly
     return task.result()
+
+
+async def until(stopping: Callable[[], bool], items: AsyncIterator[T]) -> AsyncIterator[T]:
+    """Yield the items; end early if the run is to stop while it waits for one."""
+    while True:
+        try:
+            item = await unless_stopped(stopping, anext(items))
+        except (StopAsyncIteration, StoppedEarly):
+            return
+        yield item
 
 
 @contextmanager

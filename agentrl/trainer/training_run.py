@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
 from agentrl.config.run import RunConfig
@@ -19,7 +19,7 @@ from agentrl.trainer.held_out import Evaluation
 from agentrl.trainer.in_step import InStep
 from agentrl.trainer.samples import TrainingRows
 from agentrl.trainer.save import Checkpoints
-from agentrl.trainer.signals import StopRequest
+from agentrl.trainer.signals import StoppedEarly, StopRequest, unless_stopped
 from agentrl.trainer.start import sent_weights
 from agentrl.trainer.step_log import StepLog, check_drift
 from agentrl.trainer.verify import WeightCheck
@@ -44,6 +44,7 @@ class Run:
     in_step: InStep
     stop: StopRequest
     check: WeightCheck | None = None
+    _asleep: bool = False
     _mark: float = field(default_factory=time.monotonic)
     _seconds: dict[str, float] = field(default_factory=dict)
 
@@ -65,12 +66,36 @@ class Run:
         self.in_step.pause("update")
         if self.config.engine.server.sleep:
             await self.engine.sleep()
+            self._asleep = True
         self._seconds["update_began_seconds"] = time.time()
         with self._timed("update_seconds"):
             yield
 
+    def leaving(self) -> bool:
+        """Whether to leave a step unfinished: the run was asked to stop, and no server can answer.
+
+        The signal may have ended the servers as well. A scheduler that wants its machine back does not wait until
+        they have started again.
+        """
+        return bool(self.stop) and not (self.engine.ready or self._asleep)
+
+    async def leave(self) -> None:
+        """Save the last complete step, if the run was left in the next one and has not saved it yet."""
+        step = self.scheduler.admission.next_step - 1
+        if not self.leaving() or step == self.config.steps:
+            return
+        self.log.reporter.note(f"no server can answer any more: step {step + 1} is left unfinished")
+        await self.checkpoints.saved()
+        if step > 0 and not self.checkpoints.has(step):
+            await self.checkpoints.save(step)
+
     async def publish(self, version: int) -> None:
         """Hand the learner's weights to the engine; completions that are being sampled continue with them."""
+        with suppress(StoppedEarly):
+            await unless_stopped(self.leaving, self._publish(version))
+        self._asleep = False
+
+    async def _publish(self, version: int) -> None:
         self.in_step.pause("sending weights")
         with self._timed("publish_seconds"):
             await self.engine.update_weights(await sent_weights(self.config, self.learner), version=version)
@@ -109,5 +134,7 @@ class Run:
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         started = time.monotonic()
-        yield
-        self._seconds[name] = time.monotonic() - started
+        try:
+            yield
+        finally:
+            self._seconds[name] = time.monotonic() - started

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import signal
@@ -17,9 +18,12 @@ from agentrl.config.run import RunConfig
 from agentrl.engine.base import Engine
 from agentrl.errors import AgentRLError
 from agentrl.reporting.report import Silent, Summary
+from agentrl.rollout.admission import Ticket
 from agentrl.rollout.build import make_engine
 from agentrl.rollout.collect import collect
 from agentrl.rollout.content import load_content
+from agentrl.rollout.scheduler import Scheduler
+from agentrl.run_folder.checkpoints import steps_saved
 from agentrl.run_folder.records import read_episodes, read_records
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer import step_log
@@ -368,6 +372,57 @@ class TestWholeRun:
         assert resumed.wall_seconds > stopped.wall_seconds
         ours, theirs = (p / "checkpoints" / "step-4" / "model.safetensors" for p in (tmp_path / "run", folder))
         assert ours.read_bytes() == theirs.read_bytes()
+
+    @pytest.mark.parametrize("stop_after", [0, 2, 3])
+    def test_a_stop_that_ends_the_servers_as_well_leaves_the_step_unfinished(
+        self, finished, tmp_path: Path, stop_after: int, monkeypatch: pytest.MonkeyPatch
+    ):
+        """In the rollout of the next step, before or after a checkpoint of the last one."""
+        folder, _, lines, _ = finished
+        notes, play = Told(), Scheduler._play
+
+        async def played(scheduler: Scheduler, ticket: Ticket) -> None:
+            if ticket.place.label != f"s{stop_after + 1}":
+                await play(scheduler, ticket)
+                return
+            if Engine.ready is not lost:
+                monkeypatch.setattr(Engine, "ready", lost)
+                signal.raise_signal(signal.SIGTERM)
+            await asyncio.Event().wait()
+
+        lost = property(lambda engine: False)
+        monkeypatch.setattr(Scheduler, "_play", played)
+        stopped, part = run(buttons(folder.parent), tmp_path / "run", notes)
+        monkeypatch.undo()
+        assert (stopped.finished, stopped.steps) == (False, stop_after)
+        assert_same_curve(part, lines[: stop_after + 1])
+        assert notes.notes[-1] == f"no server can answer any more: step {stop_after + 1} is left unfinished"
+        saved = steps_saved(tmp_path / "run" / "checkpoints")
+        assert saved == {0: [], 2: [2], 3: [2, 3]}[stop_after]
+        _, rest = run(buttons(folder.parent), tmp_path / "run")
+        assert_same_curve(rest, lines)
+        ours, theirs = (p / "checkpoints" / "step-4" / "model.safetensors" for p in (tmp_path / "run", folder))
+        assert ours.read_bytes() == theirs.read_bytes()
+
+    def test_a_stop_that_ends_the_servers_during_an_update_saves_the_step(
+        self, finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        folder, _, lines, _ = finished
+
+        async def sent_weights(*given: object) -> None:
+            monkeypatch.setattr(Engine, "ready", property(lambda engine: False))
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.Event().wait()
+
+        notes = Told()
+        monkeypatch.setattr("agentrl.trainer.training_run.sent_weights", sent_weights)
+        stopped, part = run(buttons(folder.parent), tmp_path / "run", notes)
+        monkeypatch.undo()
+        assert (stopped.finished, stopped.steps) == (False, 1)
+        assert_same_curve(part, lines[:2])
+        assert not any("unfinished" in note for note in notes.notes)
+        _, rest = run(buttons(folder.parent), tmp_path / "run")
+        assert_same_curve(rest, lines)
 
     def test_a_finished_run_is_left_as_it_is(self, finished):
         folder, summary, lines, _ = finished
