@@ -69,7 +69,10 @@ def _may_replace(old: object, new: object) -> bool:
     if same and isinstance(old, type) and isinstance(new, type) and "<locals>" in new.__qualname__:
         if _code(old) != _code(new):
             return True
-        return _equal(_values(old), _values(new)) and all(map(_may_replace, old.__bases__, new.__bases__))
+        bases = old.__bases__, new.__bases__
+        return (
+            _equal(_values(old), _values(new)) and len({*map(len, bases)}) == 1 and all(map(_may_replace, *bases))
+        )
     return same and "<lambda>" not in getattr(new, "__qualname__", "")
 
 

@@ -234,9 +234,17 @@ def test_objects_of_one_definition_do_not_replace_each_other():
 
         return advantage
 
+    class Loud: ...
+
+    def derived(*mixins: type) -> type:
+        class Derived(Scaled, *mixins): ...
+
+        return Derived
+
     for one, same, other in (
         (partial(times, factor=1.0), partial(times, factor=1.0), partial(times, factor=2.0)),
         (scaled(1.0), scaled(1.0), scaled(2.0)),
+        (derived(), derived(), derived(Loud)),
     ):
         name = name_object(one)
         assert name_object(same) == name
