@@ -3,7 +3,9 @@
 import gc
 import os
 import pwd
+import ssl
 from collections.abc import Generator, Iterator
+from functools import cache
 
 import pytest
 
@@ -20,6 +22,9 @@ LONG = (
 
 # Tiny matrices gain nothing from a second thread, and two spinning threads on a busy machine cost tenfold.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Each HTTP client would load the certificates of all authorities, for 45 ms of CPU time, and tests make thousands.
+ssl.create_default_context = cache(ssl.create_default_context)
 
 # `garbage_of_this_file` looks for what is left open.
 gc.set_threshold(*RARELY)

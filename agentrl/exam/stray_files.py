@@ -13,6 +13,7 @@ from pathlib import Path
 from agentrl.exam.marks import ExamResult, Level
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND
+_INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
 _PATH_EVENTS = {"os.mkdir": 0, "os.rename": 1, "sqlite3.connect": 0, "os.symlink": 1, "os.link": 1}
 
 
@@ -84,14 +85,9 @@ def _ours(path: str) -> bool:
     if "__pycache__" in path or path.endswith((".pyc", ".lock")) or path.startswith(("/dev/", "/proc/", "/sys/")):
         return True
     home = os.path.expanduser("~")
-    places = (os.path.join(home, ".cache"), os.path.join(home, ".config"), *_installed())
+    places = (os.path.join(home, ".cache"), os.path.join(home, ".config"), *_INSTALLED)
     name = os.path.relpath(path, tempfile.gettempdir()).split(os.sep)[0]
     return path.startswith(places) or name.startswith(("agentrl-", "pymp-"))
-
-
-def _installed() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    return (paths["stdlib"], paths["purelib"], paths["platlib"])
 
 
 def judge_process(result: ExamResult, environ: Mapping[str, str], folder: str) -> None:

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -156,11 +156,12 @@ def _source(found: object) -> str:
     return "\n".join([f"class {found.__name__}:", *texts]) if isinstance(found, type) and texts else ""
 
 
-def _all_definitions(texts: Mapping[str, str], *, portable: bool = True) -> dict[str, dict[str, str]]:
+def _all_definitions(texts: Mapping[str, str], *, portable: bool = True) -> dict[str, Mapping[str, str]]:
     return {name: _definitions(text, portable=portable) for name, text in sorted(texts.items())}
 
 
-def _definitions(text: str, *, portable: bool) -> dict[str, str]:
+@lru_cache(maxsize=256)
+def _definitions(text: str, *, portable: bool) -> Mapping[str, str]:
     """Each definition of a file with a digest that ignores comments and layout."""
     texts: dict[str, list[str]] = {}  # several of one name: overloads, the getter and setter of a property
     try:

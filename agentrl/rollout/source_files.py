@@ -6,6 +6,7 @@ import ast
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from agentrl.syntax import parse
@@ -14,6 +15,8 @@ HOUSE = Path(__file__).resolve().parents[1]
 SHIPPED = HOUSE / "envs"
 """Code of agentrl itself is no source file of a run, except for its envs."""
 _INSTALLED = {"site-packages", "dist-packages"}
+_NOT_OF_RUNS = (HOUSE, (HOUSE / "tools").resolve(), (HOUSE / "sandboxes").resolve())
+_STDLIB = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")]
 
 
 def module_file(name: str) -> Path | None:
@@ -57,27 +60,33 @@ def _own(path: Path) -> Path | None:
     path = path.resolve()
     if path.suffix != ".py" or not path.is_file() or _INSTALLED.intersection(path.parts):
         return None
-    if any(path.is_relative_to(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")):
+    if any(map(path.is_relative_to, _STDLIB)):
         return None
-    house = (HOUSE, (HOUSE / "tools").resolve(), (HOUSE / "sandboxes").resolve())
-    inside = any(map(path.is_relative_to, house)) and not path.is_relative_to(SHIPPED.resolve())
+    inside = any(map(path.is_relative_to, _NOT_OF_RUNS)) and not path.is_relative_to(SHIPPED.resolve())
     return None if inside else path
 
 
 def _imported(path: Path, text: str) -> Iterator[Path]:
+    for name, level in _import_names(text):
+        roots = [path.parents[level - 1]] if 0 < level <= len(path.parents) else _roots(path)
+        yield from _located(name, roots, loaded=not level)
+
+
+@lru_cache(maxsize=256)
+def _import_names(text: str) -> list[tuple[str, int]]:
+    """What a file imports: the names, with the number of dots before each."""
     try:
         nodes = list(ast.walk(parse(text)))
     except (SyntaxError, ValueError, RecursionError):
-        return
+        return []
+    found = []
     for node in nodes:
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from _located(alias.name, _roots(path))
+            found += [(alias.name, 0) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            roots = [path.parents[node.level - 1]] if 0 < node.level <= len(path.parents) else _roots(path)
-            for alias in node.names:
-                name = ".".join(part for part in (node.module, alias.name) if part)
-                yield from _located(name, roots, loaded=not node.level)
+            names = (".".join(part for part in (node.module, alias.name) if part) for alias in node.names)
+            found += [(name, node.level) for name in names]
+    return found
 
 
 def _roots(path: Path) -> list[Path]:

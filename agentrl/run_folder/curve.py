@@ -13,6 +13,9 @@ from agentrl.run_folder.records import read_metrics
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_TITLE = 1.0
+"""The height of a title in its panel; matplotlib measures every label to find it."""
+
 
 def write_curve(run: Path) -> Path | None:
     """Draw `reward_curve.png` from the metrics of a run folder.
@@ -47,10 +50,10 @@ def write_curve(run: Path) -> Path | None:
         steps, values = _series(lines, name)
         axes[-1].plot(steps, values, label=name.removeprefix("reward/") if name != "reward" else "total", lw=1.4)
     if names:
-        axes[-1].set_title("mean reward", loc="left", fontsize=9)
+        axes[-1].set_title("mean reward", loc="left", y=_TITLE, fontsize=9)
         axes[-1].legend(frameon=False, fontsize=8)
     axes[-1].set_xlabel("step")
-    axes[0].set_title(run.name)
+    axes[0].set_title(run.name, y=_TITLE)
     for panel in axes:
         panel.grid(alpha=0.25)
 
@@ -81,7 +84,7 @@ def _draw_solved(panel: Axes, lines: Sequence[Mapping[str, float]]) -> None:
     if steps:
         panel.plot(steps, values, "o--", color="tab:blue", lw=1, ms=5, label="held-out tasks")
     panel.set_ylim(-0.02, 1.02)
-    panel.set_title("solved", loc="left", fontsize=9)
+    panel.set_title("solved", loc="left", y=_TITLE, fontsize=9)
     panel.legend(frameon=False, fontsize=8, loc="lower right")
 
 
