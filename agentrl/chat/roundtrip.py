@@ -109,8 +109,8 @@ def reads_calls(renderer: Renderer) -> bool:
     )
 
 
-def unread_name(renderer: Renderer, schema: Mapping[str, Any]) -> Misread | str | None:
-    """Return None if the name of a tool survives a call of it: some formats use a name for something else.
+def name_problem(renderer: Renderer, schema: Mapping[str, Any]) -> str:
+    """Return why a tool of this name cannot be called, or nothing: some formats use a name for something else.
 
     The call has the arguments that the tool requires: a template may write the calls of one tool in its own way.
     """
@@ -122,10 +122,16 @@ def unread_name(renderer: Renderer, schema: Mapping[str, Any]) -> Misread | str 
     call = ToolCall(renderer.parser.call_id(name, 0), name, arguments)
     try:
         ids = renderer.completion_ids(Message("assistant", tool_calls=(call,)), [tool])
+        read = renderer.parse(ids, tools=[tool])
+        if [call.name for call in read.tool_calls] == [name]:
+            return ""
+        lost = str(_misread(renderer, "a call", ids, read))
     except TemplateError as e:
-        return str(e)
-    read = renderer.parse(ids, tools=[tool])
-    return None if [call.name for call in read.tool_calls] == [name] else _misread(renderer, "a call", ids, read)
+        lost = str(e)
+    return (
+        f"the tool {name!r} cannot be called in the format {renderer.parser.name} of this chat template: {lost}; "
+        "rename the tool"
+    )
 
 
 def messages(parser: Parser) -> Iterator[tuple[str, Message]]:

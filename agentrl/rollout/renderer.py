@@ -10,7 +10,7 @@ from typing import Any
 
 from agentrl.chat.parsers import Parsed, Parser
 from agentrl.chat.proof import prove
-from agentrl.chat.roundtrip import unread_name
+from agentrl.chat.roundtrip import name_problem
 from agentrl.chat.template import Renderer
 from agentrl.config.choice import is_own
 from agentrl.config.run import RunConfig
@@ -99,11 +99,8 @@ def require_template(renderer: Renderer, tools: Sequence[Mapping[str, Any]]) -> 
     """
     prove(renderer).require(tools=bool(tools))
     for tool in tools:
-        if (lost := unread_name(renderer, tool)) is not None:
-            raise TemplateError(
-                f"the tool {tool['function']['name']!r} cannot be called in the format {renderer.parser.name} of "
-                f"this chat template: {lost}; rename the tool"
-            )
+        if problem := name_problem(renderer, tool):
+            raise TemplateError(problem)
 
 
 def check_renderer(renderer: Renderer, checkpoint: Path) -> None:

@@ -10,10 +10,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from agentrl.async_tasks import spawn
+from agentrl.chat.memo import Memo
 from agentrl.chat.parsers.parser import unsound
+from agentrl.chat.roundtrip import name_problem
 from agentrl.chat.template import Renderer
 from agentrl.engine.base import Engine, Structure, StructureRefused, TokenLogprob
 from agentrl.errors import TemplateError
@@ -143,6 +146,7 @@ class ChatService:
         self.engine, self.renderer, self.gate, self.metrics = engine, renderer, gate, metrics
         self.grammars = Grammars(renderer)
         self._variants: OrderedDict[str, tuple[Renderer, Grammars]] = OrderedDict()
+        self._name_problems: Memo[str] = Memo()
         self._releasing: set[asyncio.Task[None]] = set()
 
     def open_session(self, max_tokens: int) -> Conversations:
@@ -161,6 +165,8 @@ class ChatService:
         """
         ask = client.adjust(ask)
         self._check(ask)
+        if ask.tools and ask.choice != "none":
+            await asyncio.to_thread(self._check_names, ask.tools)
         renderer, grammars = await self._variant(ask.options)
         prompt = await self._prompt(ask, client.session, renderer)
         room = self.engine.max_context - len(prompt.ids) - self._scored_apart(ask)
@@ -228,6 +234,16 @@ class ChatService:
         if ask.scored and not (ask.temperature == 1 or ask.temperature < COLDEST):
             why = "a server's grammar reports log-probabilities at temperature 1 only; use engine.kind local"
             raise unsupported(param, why)
+
+    def _check_names(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse tools whose calls would come back as text; a format of which no call can be read is reported at
+        the start."""
+        if not self.renderer.round_trip.readable:
+            return
+        for tool in tools:
+            key = json.dumps(tool, sort_keys=True)
+            if found := self._name_problems(key, len(key), partial(name_problem, self.renderer, tool)):
+                raise invalid("tools", found)
 
     def _scored_apart(self, ask: GenerationRequest) -> bool:
         """Whether a server scores the completion after it was sampled, which needs room for one more token."""

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from agentrl.serve.browsers import means_this_machine
 from agentrl.serve.grammar import AnswerFormat
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.types import Message, ToolCall
+from tests.chat.families import FUNCTIONARY_V32
 from tests.serve.serve_kit import TOOLS, call, forget_all, said, serving
 from tests.serve.test_grammar import SUBTRACT, drawn
 
@@ -358,3 +360,20 @@ async def test_a_forced_call_wins_over_a_format_in_every_dialect(renderer: Rende
         for path, body in asked.items():
             answer = await client.post(path, json={"model": "tiny", **body})
             assert answer.status_code == 200, (path, answer.text)
+
+
+async def test_a_tool_whose_name_the_format_uses_is_refused_in_every_dialect(tmp_path: Path):
+    """Functionary writes text as `all`, so a call of that tool would come back as text."""
+    renderer = Renderer.from_directory(FUNCTIONARY_V32.directory(tmp_path))
+    function = {"name": "all", "parameters": {"type": "object", "properties": {}}}
+    chat = {**CHAT, "tools": [*TOOLS, {"type": "function", "function": function}]}
+    flat = {"model": "tiny", "input": "hi", "tools": [{"type": "function", **function}]}
+    blocks = {**CHAT, "tools": [{"name": "all", "input_schema": function["parameters"]}]}
+    async with serving(agreeing(renderer), renderer) as served, httpx.AsyncClient(trust_env=False) as client:
+        for path, body in (("/chat/completions", chat), ("/responses", flat), ("/messages", blocks)):
+            refused = await client.post(served.base_url + path, json=body)
+            assert refused.status_code == 400, path
+            text = refused.json()["error"]["message"]
+            assert "tools: the tool 'all' cannot be called in the format functionary_v32" in text
+        for fine in ({**chat, "tool_choice": "none"}, {**chat, "tools": TOOLS}):
+            assert (await client.post(served.base_url + "/chat/completions", json=fine)).status_code == 200
