@@ -327,6 +327,43 @@ def test_a_value_that_is_no_function_is_refused_as_a_tool(value, kind):
         tool_from(value)
 
 
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class Chosen(BaseModel):
+    level: Literal[1, 2]
+    below: list["Chosen"] = []
+
+
+@pytest.mark.parametrize(
+    ("kind", "right", "wrong", "said"),
+    [
+        (Literal[1], 1.0, True, "args.value: expected 1, got True"),
+        (Literal[True], True, 1, "args.value: expected True, got 1"),
+        (Literal["a", 0], 0, False, "args.value: expected 'a' or 0, got False"),
+        (Level, 2, True, "args.value: expected 1 or 2, got True"),
+        (Level | None, None, True, "args.value: expected 1 or 2 or null, got True"),
+        (str | Literal[True], "1", 1, "args.value: expected True or string, got 1"),
+        (list[Literal[1]], [1], [1, True], r"args.value\[1\]: expected 1, got True"),
+        (tuple[str, Literal[1]], ["a", 1], ["a", True], r"args.value\[1\]: expected 1, got True"),
+        (dict[str, Literal[1]], {"a": 1}, {"a": True}, "args.value.a: expected 1, got True"),
+        (Chosen, {"level": 1}, {"level": True}, "args.value.level: expected 1 or 2, got True"),
+        (Chosen, {"level": 1}, {"level": 1, "below": [{"level": True}]}, r"below\[0\].level: expected 1 or 2"),
+        (Literal[1] | bool, True, "1", "expected 1 or boolean, got '1'"),
+    ],
+)
+def test_booleans_are_not_numbers_where_values_are_listed(kind: Any, right: object, wrong: object, said: str):
+    def choose(value): ...
+
+    choose.__annotations__ = {"value": kind}
+    signature = describe_callable(choose, where="choose", method=False)
+    signature.validate({"value": right})
+    with pytest.raises(InvalidArguments, match=said):
+        signature.validate({"value": wrong})
+
+
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -363,6 +400,36 @@ async def test_the_types_of_a_generic_base_are_those_of_the_class():
     assert opening[0].content == "(1, 'a')"
     with pytest.raises(ConfigError, match=r"argument 'first'\[0\]: .*integer"):
         await Texts().reset(Task("t", {"first": ["b", "a"]}))
+
+
+class Box(BaseModel, Generic[T]):
+    inside: T
+
+
+class Boxes(ToolEnv, Generic[T]):
+    @tool
+    def put(
+        self,
+        box: Box[T],
+        boxes: list[Box[T]],
+        named: dict[str, Box[list[T]]] | None = None,
+        nested: Annotated[Box[Box[T]] | None, "how"] = None,
+    ) -> str: ...
+
+
+class NumberBoxes(Boxes[int]): ...
+
+
+def test_pydantic_models_and_what_contains_them_get_the_types_of_the_class():
+    function: Any = NumberBoxes().tools[0]["function"]
+    found = function["parameters"]["properties"]
+    assert found["box"]["properties"]["inside"] == {"type": "integer"}
+    assert found["boxes"]["items"]["properties"]["inside"] == {"type": "integer"}
+    named = found["named"]["anyOf"][0]["additionalProperties"]
+    assert named["properties"]["inside"] == {"type": "array", "items": {"type": "integer"}}
+    inner = found["nested"]["anyOf"][0]["properties"]["inside"]
+    assert inner["properties"]["inside"] == {"type": "integer"}
+    assert found["nested"]["description"] == "how"
 
 
 class Parcels(Stack["Parcel"]):

@@ -23,7 +23,8 @@ from pydantic_core import ErrorDetails, PydanticSerializationError, to_jsonable_
 from pydantic_core.core_schema import DecimalSchema, DictSchema
 from typing_extensions import TypedDict
 
-from agentrl.env.toolenv.typed_dicts import readable
+from agentrl.env.toolenv.listed_values import mistaken
+from agentrl.env.toolenv.typed_dicts import readable, with_parts
 from agentrl.errors import ConfigError, InfraError
 
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_-]{0,63}")
@@ -100,13 +101,16 @@ class Signature:
         except (ValueError, TypeError, RecursionError) as e:
             raise InvalidArguments(f"args: not valid JSON data ({type(e).__name__})") from None
         try:
-            return self._converted(arguments, text)
+            converted = self._converted(arguments, text)
         except ValidationError as e:
             raise InvalidArguments(describe_errors(e, arguments, self.names)) from None
         except InfraError:
             raise
         except (Exception, SystemExit) as e:  # code of a type, like __post_init__, which met this value
             raise InvalidArguments(f"args: refused by their type: {type(e).__name__}: {e}") from None
+        if wrong := list(mistaken(self.schema, json.loads(text), self.schema)):
+            raise InvalidArguments("; ".join(f"{path}: expected {one}, got {got!r}" for path, one, got in wrong))
+        return converted
 
     def _converted(self, arguments: Mapping[str, object], text: str) -> dict[str, object]:
         """The arguments in their types; where 3.0 does not fit, 3 may, an integer as JSON Schema counts."""
@@ -235,8 +239,15 @@ def _type_arguments(owners: Sequence[type]) -> Mapping[TypeVar, object]:
 def _with_types(hint: Any, types: Mapping[TypeVar, object]) -> Any:
     if isinstance(hint, TypeVar):
         return types.get(hint, hint)
-    names = () if isinstance(hint, type) else getattr(hint, "__parameters__", ())
-    return hint[tuple(types.get(name, name) for name in names)] if names and types else hint
+    if isinstance(
+        hint, type
+    ):  # `Box[T]` of a pydantic model is a class, and even `Box` itself if `Box` has that T
+        names = getattr(hint, "__pydantic_generic_metadata__", {}).get("parameters", ())
+    else:
+        names = getattr(hint, "__parameters__", ())
+    if names and types:
+        hint = hint[tuple(types.get(name, name) for name in names)]
+    return with_parts(hint, lambda part: _with_types(part, types)) if types else hint
 
 
 def read_lazily(adapter: TypeAdapter[Any]) -> bool:

@@ -7,6 +7,7 @@ import operator
 import sys
 import types
 import typing
+from collections.abc import Callable
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import typing_extensions
@@ -25,15 +26,20 @@ def readable(hint: object) -> object:
 def _converted(hint: object, done: dict[object, object]) -> object:
     if typing.is_typeddict(hint) and type(hint).__module__ == "typing":
         return _typed_dict(hint, done)
+    return with_parts(hint, lambda part: _converted(part, done))
+
+
+def with_parts(hint: object, change: Callable[[object], object]) -> object:
+    """The hint with each of its type arguments changed; `int` and `str` of `dict[int, str]`."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is None or not arguments or origin is typing.Literal:
         return hint
     if origin is typing.Annotated:
-        inner = _converted(arguments[0], done)
+        inner = change(arguments[0])
         return hint if inner is arguments[0] else typing.Annotated[(inner, *arguments[1:])]
     if not all(isinstance(part, type) or get_origin(part) or part in (None, ...) for part in arguments):
         return hint
-    parts = tuple(_converted(part, done) for part in arguments)
+    parts = tuple(change(part) for part in arguments)
     if all(new is old for new, old in zip(parts, arguments, strict=True)):
         return hint
     if origin is Union:
