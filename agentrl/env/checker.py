@@ -13,6 +13,7 @@ from typing import Any
 
 from agentrl.env.env import Env
 from agentrl.env.play import FORMATS, Policy, RandomPolicy, play, random_arguments
+from agentrl.env.returned import answer_of, opening_of
 from agentrl.env.stand_in import with_stand_in
 from agentrl.env.toolenv.dispatch import awaitable
 from agentrl.env.toolenv.env import ToolEnv
@@ -105,10 +106,11 @@ async def replay(episode: Episode, env: Env) -> list[ReplayDifference]:
             differences.append(ReplayDifference(turn, what, str(recorded), str(replayed)))
 
     try:
-        opening, _ = await awaitable(env.reset, episode.task)
+        opening = opening_of(await awaitable(env.reset, episode.task), f"{type(env).__name__}.reset")
         compare(-1, "opening", _texts(episode.messages[: len(opening)]), _texts(opening))
         for number, turn in enumerate(episode.turns):
-            observation, reward, terminated, truncated, _ = await awaitable(env.step, turn.message)
+            answer = answer_of(await awaitable(env.step, turn.message), f"{type(env).__name__}.step")
+            observation, reward, terminated, truncated, _ = answer
             compare(number, "observation", _texts(turn.observation), _texts(observation))
             compare(number, "reward", round(turn.reward, 9), round(reward, 9))
             last = number == len(episode.turns) - 1

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl.env.env import Env
+from agentrl.env.returned import answer_of, opening_of
 from agentrl.env.stand_in import with_stand_in
 from agentrl.env.tasks import with_own_row
 from agentrl.env.toolenv.dispatch import awaitable
@@ -177,6 +178,7 @@ async def play(
 
     Raises:
         RewardError: a reward raised or is not a finite number (in a run it would count as 0).
+        TypeError: `reset` or `step` returned something of another form.
         InfraError: raised by the env. The env is closed in any case (unless `close` is False).
     """
     start = time.perf_counter()
@@ -184,16 +186,17 @@ async def play(
     metrics: dict[str, float] = {}
     stop = StopReason.MAX_TURNS
     try:
-        opening, _ = await awaitable(with_stand_in(env).reset, task)
-        messages = list(opening)
+        where = type(env).__name__
+        messages = list(opening_of(await awaitable(with_stand_in(env).reset, task), f"{where}.reset"))
         for number in range(max_turns):
             said = policy(messages)
             message = _with_ids(await said if inspect.isawaitable(said) else said, number)
             began = time.perf_counter()
-            observation, reward, terminated, truncated, info = await awaitable(env.step, message)
+            answer = answer_of(await awaitable(env.step, message), f"{where}.step")
+            observation, reward, terminated, truncated, info = answer
             seconds = time.perf_counter() - began
             faults = dict(info.faults)
-            earned, numbers = finite_step(reward, info.metrics, type(env).__name__, faults)
+            earned, numbers = finite_step(reward, info.metrics, where, faults)
             if faults:
                 raise RewardError(faults)
             messages += [message, *observation]
@@ -210,7 +213,7 @@ async def play(
             episode_id or task.id, task, tuple(messages), tuple(turns), (), stop, None, {}, metrics, tools=tools
         )
         faults = {}
-        rewards = finite(await awaitable(env.score, with_own_row(unscored)), type(env).__name__, faults)
+        rewards = finite(await awaitable(env.score, with_own_row(unscored)), where, faults)
         if faults:
             raise RewardError(faults)
         total = sum(t.reward for t in turns) + sum(rewards.values())

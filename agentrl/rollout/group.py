@@ -12,7 +12,7 @@ from agentrl.async_tasks import time_limit
 from agentrl.env.env import Env
 from agentrl.env.tasks import with_own_row
 from agentrl.env.toolenv.asked import asking
-from agentrl.env.toolenv.dispatch import awaitable, no_exit
+from agentrl.env.toolenv.dispatch import no_exit
 from agentrl.env.toolenv.json_schema import shorten
 from agentrl.env.toolenv.observe import error_text
 from agentrl.env.toolenv.rewards import finite
@@ -224,9 +224,7 @@ async def _group_rewards(
     with asking() as asked:
         try:
             async with time_limit(timeout_s) as clock:
-                answered = await no_exit(
-                    awaitable(env.score_group, [with_own_row(episode) for episode in episodes])
-                )
+                answered = await no_exit(env.score_group, [with_own_row(episode) for episode in episodes])
                 check_clock(clock)
             found = answered
         except RewardError as e:

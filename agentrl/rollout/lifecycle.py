@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.async_tasks import shielded, time_limit
 from agentrl.clean import clean_message, clean_text
-from agentrl.env.env import Env, StepInfo
+from agentrl.env.env import Env
+from agentrl.env.returned import answer_of, opening_of
 from agentrl.env.tasks import with_own_row
 from agentrl.env.toolenv.asked import asking
 from agentrl.env.toolenv.calls import is_recorded
-from agentrl.env.toolenv.dispatch import awaitable, no_exit, wrapping_exits
+from agentrl.env.toolenv.dispatch import no_exit, wrapping_exits
 from agentrl.env.toolenv.json_schema import shorten
 from agentrl.env.toolenv.observe import error_text
 from agentrl.env.toolenv.rewards import finite, finite_entries, finite_step
@@ -313,7 +314,7 @@ async def close_env(env: Env, timeout_s: float) -> None:
     """Close an env; a failure is a warning."""
     try:
         async with time_limit(timeout_s) as clock:
-            await no_exit(awaitable(env.close))
+            await no_exit(env.close)
     except Exception as e:
         said = f"took longer than {timeout_s:g} s" if clock.expired() else error_text(raised(e))
         warnings.warn(f"{type(env).__name__}.close: {said}", stacklevel=2)
@@ -340,7 +341,7 @@ async def reset_env(env: Env, episode: OpenEpisode) -> Sequence[Message]:
     """
     episode.status.now("env.reset")
     try:
-        observation = _opening(await no_exit(awaitable(env.reset, episode.task)))
+        observation = opening_of(await no_exit(env.reset, episode.task))
     except Exception as e:
         check_clock(episode.clock)
         cause = raised(e)
@@ -362,7 +363,7 @@ async def opening_messages(env: Env, task: Task) -> Sequence[Message]:
         ConfigError: its `reset` raised something else, or returned no messages.
     """
     try:
-        return _opening(await no_exit(awaitable(env.reset, task)))
+        return opening_of(await no_exit(env.reset, task))
     except Exception as e:
         cause = raised(e)
         if isinstance(cause, AgentRLError):
@@ -371,14 +372,6 @@ async def opening_messages(env: Env, task: Task) -> Sequence[Message]:
             raise
         where = f"task {task.id}: {type(env).__name__}.reset"
         raise ConfigError(f"{where}: {error_text(cause)}\n{traceback_of(cause)}") from e
-
-
-def _opening(found: Any) -> Sequence[Message]:
-    """The messages that a reset returned. Raises TypeError if it returned something else."""
-    messages, _ = found if isinstance(found, Sequence) and len(found) == 2 else (None, None)
-    if isinstance(messages, Sequence) and all(isinstance(message, Message) for message in messages):
-        return messages
-    raise TypeError(f"it returned {shorten(found)}; return (messages, info) with a list of Message")
 
 
 async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -> Sequence[Message]:
@@ -391,7 +384,7 @@ async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -
     began = time.monotonic()
     episode.turns.append(turn)  # it trains, also if the env never answers within the limit
     try:
-        observed, reward, terminated, truncated, info = _answer(await no_exit(awaitable(env.step, turn.message)))
+        observed, reward, terminated, truncated, info = answer_of(await no_exit(env.step, turn.message))
     except Exception as e:
         check_clock(episode.clock)
         cause = raised(e)
@@ -429,17 +422,6 @@ async def step_env(env: Env, turn: Turn, episode: OpenEpisode, max_turns: int) -
     return observed
 
 
-def _answer(found: Any) -> tuple[Sequence[Message], float, bool, bool, StepInfo]:
-    """What a step returned. Raises TypeError if it has another form."""
-    messages, *rest = found if isinstance(found, Sequence) and len(found) == 5 else (None, None)
-    readable = isinstance(messages, Sequence) and all(isinstance(message, Message) for message in messages)
-    if readable and isinstance(rest[-1], StepInfo):
-        return (messages, *rest)
-    raise TypeError(
-        f"it returned {shorten(found)}; return (messages, reward, terminated, truncated, StepInfo(...))"
-    )
-
-
 async def score_env(env: Env, episode: OpenEpisode, timeout_s: float) -> None:
     """Add the env's rewards, and whether the episode is solved.
 
@@ -454,7 +436,7 @@ async def score_env(env: Env, episode: OpenEpisode, timeout_s: float) -> None:
     with asking() as asked:
         try:
             async with time_limit(timeout_s) as clock:
-                found = await no_exit(awaitable(env.score, with_own_row(episode.unscored())))
+                found = await no_exit(env.score, with_own_row(episode.unscored()))
                 check_clock(clock)
             rewards = found
         except RewardError as e:
@@ -487,7 +469,7 @@ async def _ask_hint(env: Env, episode: OpenEpisode, timeout_s: float) -> None:
     where, name, fault, found = f"{type(env).__name__}.teacher_hint", HINT_FAULT, "", None
     with asking() as asked:
         try:
-            found = await no_exit(env.call_teacher_hint(episode.result(), timeout_s))
+            found = await no_exit(env.call_teacher_hint, episode.result(), timeout_s)
         except SandboxBroken as e:  # by the policy: the reward is fixed already
             name, fault = SANDBOX_FAULT, f"{where}: {e}"
         except Exception as e:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -30,7 +32,7 @@ from agentrl.rollout.task_tools import task_tools
 from agentrl.sandbox import SandboxBroken
 from agentrl.sandbox.errors import SandboxDied
 from agentrl.testing.engine import ScriptedEngine
-from agentrl.testing.policy import say
+from agentrl.testing.policy import play, say
 from agentrl.trainer.rewardless import no_reward
 from agentrl.types import Episode, Message, Sampling, StopReason, Task
 
@@ -198,12 +200,12 @@ async def test_a_task_group_that_failed_earlier_is_no_cancellation():
 
     await failing_group()
     with pytest.raises(ToolRaised):
-        await no_exit(awaits_what_was_canceled())
+        await no_exit(awaits_what_was_canceled)
     current = asyncio.current_task()
     assert current is not None
     asyncio.get_running_loop().call_soon(current.cancel)
     with pytest.raises(asyncio.CancelledError):
-        await no_exit(asyncio.sleep(60))
+        await no_exit(asyncio.sleep, 60)
     while current.uncancel():
         pass
 
@@ -328,6 +330,27 @@ async def test_an_answer_of_another_form_is_a_fault_that_names_the_method(render
     (episode,) = (await GroupPlayer(player(renderer, Odd), 1, 0).play(Task("t"), "s", 0)).episodes
     assert episode.stop_reason is StopReason.FAULT
     assert "Odd.step: TypeError: it returned" in next(iter(episode.faults.values()))
+    with pytest.raises(TypeError, match=r"Odd\.step returned .*StepInfo"):
+        await play(Odd(), Task("t"), lambda messages: say("good"))
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "score", "close", "score_group"])
+async def test_a_plain_part_of_an_async_method_that_exits_ends_no_run(renderer: Renderer, method: str):
+    """Wrappers often are plain methods that return the awaitable of the inner env."""
+
+    class Wrapper(Plain):
+        def exits(self, *arguments: object) -> Any:
+            sys.exit("the wrapped game has ended")
+
+    setattr(Wrapper, method, Wrapper.exits)
+    playing = GroupPlayer(player(renderer, Wrapper), 1, 0).play(Task("t"), "s", 0)
+    if method == "reset":
+        with pytest.raises(InfraError, match=r"Wrapper\.reset: SystemExit: the wrapped game has ended"):
+            await playing
+        return
+    with pytest.warns(UserWarning, match="SystemExit") if method == "close" else nullcontext():
+        (episode,) = (await playing).episodes
+    assert [*episode.faults] == [] if method == "close" else [method]
 
 
 @pytest.mark.parametrize("value", [None, 1.0, [1.0], {1: 1.0}])

@@ -201,7 +201,7 @@ async def within(coroutine: Awaitable[Any], timeout_s: float | None, grace_s: fl
     Raises:
         CallTimeout: the time is up. Exceptions of the coroutine propagate.
     """
-    task = asyncio.ensure_future(no_exit(coroutine))
+    task = asyncio.ensure_future(no_exit(lambda: coroutine))
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
     except asyncio.CancelledError:
@@ -237,10 +237,10 @@ def awaitable(method: Callable[..., Awaitable[T]], *arguments: object) -> Awaita
     raise TypeError(f"{name} returned {shorten(found)}, which cannot be awaited: write `async def`")
 
 
-async def no_exit(awaitable: Awaitable[T]) -> T:
-    """Await an author's method; see `wrapping_exits`."""
+async def no_exit(method: Callable[..., Awaitable[T]], *arguments: object) -> T:
+    """Call an author's async method and await it; see `awaitable` and `wrapping_exits`."""
     with wrapping_exits():
-        return await awaitable
+        return await awaitable(method, *arguments)
 
 
 @contextmanager
