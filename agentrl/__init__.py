@@ -34,14 +34,18 @@ if TYPE_CHECKING:
     from agentrl.errors import AgentRLError as AgentRLError
     from agentrl.errors import ConfigError as ConfigError
     from agentrl.errors import InfraError as InfraError
+    from agentrl.eval.compare import Comparison as Comparison
     from agentrl.python.configure import configure as configure
+    from agentrl.python.evaluating import EvaluationResult as EvaluationResult
     from agentrl.python.evaluating import compare as compare
     from agentrl.python.evaluating import evaluate as evaluate
     from agentrl.python.reading import read_metrics as read_metrics
+    from agentrl.python.rollouts import Rollouts as Rollouts
     from agentrl.python.rollouts import rollouts as rollouts
     from agentrl.python.rollouts import training_rows as training_rows
     from agentrl.python.training import train as train
     from agentrl.python.training import train_blocking as train_blocking
+    from agentrl.reporting.report import Summary as Summary
     from agentrl.run_folder.records import read_episodes as read_episodes
     from agentrl.run_folder.records import read_groups as read_groups
     from agentrl.trainer.start_run import start_run as start_run
@@ -64,11 +68,13 @@ _HOMES = {
     "agentrl.config.run": ("RunConfig",),
     "agentrl.env": ("Env", "StepInfo", "Stop", "TextEnv", "ToolEnv", "ToolResult", "reward", "tool"),
     "agentrl.errors": ("AgentRLError", "ConfigError", "InfraError"),
+    "agentrl.eval.compare": ("Comparison",),
     "agentrl.python.configure": ("configure",),
-    "agentrl.python.evaluating": ("compare", "evaluate"),
-    "agentrl.python.rollouts": ("rollouts", "training_rows"),
+    "agentrl.python.evaluating": ("EvaluationResult", "compare", "evaluate"),
+    "agentrl.python.rollouts": ("Rollouts", "rollouts", "training_rows"),
     "agentrl.python.training": ("train", "train_blocking"),
     "agentrl.python.reading": ("read_metrics",),
+    "agentrl.reporting.report": ("Summary",),
     "agentrl.run_folder.records": ("read_episodes", "read_groups"),
     "agentrl.trainer.start_run": ("start_run",),
     "agentrl.types": (

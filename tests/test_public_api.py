@@ -32,7 +32,7 @@ NAMES = {
     ),
     *("Turn", "load_config", "read_episodes", "read_groups", "read_metrics", "reward", "start_run", "tool"),
     *("Sample", "configure", "rollouts", "train", "train_blocking", "training_rows"),
-    *("compare", "evaluate"),
+    *("Comparison", "EvaluationResult", "Rollouts", "Summary", "compare", "evaluate"),
 }
 HEAVY = {
     "torch",
