@@ -154,6 +154,11 @@ class Engine(ABC):
         return True
 
     @property
+    def asleep(self) -> bool:
+        """Whether requests wait only because of `sleep`, until the next `update_weights`."""
+        return False
+
+    @property
     def outage_s(self) -> float:
         """Total seconds during which no request could be answered, for reasons unrelated to the episodes."""
         return 0.0

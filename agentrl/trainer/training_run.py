@@ -44,7 +44,6 @@ class Run:
     in_step: InStep
     stop: StopRequest
     check: WeightCheck | None = None
-    _asleep: bool = False
     _mark: float = field(default_factory=time.monotonic)
     _seconds: dict[str, float] = field(default_factory=dict)
 
@@ -66,7 +65,6 @@ class Run:
         self.in_step.pause("update")
         if self.config.engine.server.sleep:
             await self.engine.sleep()
-            self._asleep = True
         self._seconds["update_began_seconds"] = time.time()
         with self._timed("update_seconds"):
             yield
@@ -77,7 +75,7 @@ class Run:
         The signal may have ended the servers as well. A scheduler that wants its machine back does not wait until
         they have started again.
         """
-        return bool(self.stop) and not (self.engine.ready or self._asleep)
+        return bool(self.stop) and not (self.engine.ready or self.engine.asleep)
 
     async def leave(self) -> None:
         """Save the last complete step, if the run was left in the next one and has not saved it yet."""
@@ -93,7 +91,6 @@ class Run:
         """Hand the learner's weights to the engine; completions that are being sampled continue with them."""
         with suppress(StoppedEarly):
             await unless_stopped(self.leaving, self._publish(version))
-        self._asleep = False
 
     async def _publish(self, version: int) -> None:
         self.in_step.pause("sending weights")

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from agentrl.engine.servers.weight_sync import AdapterSync, DiskSync, TensorSync
 from agentrl.errors import EngineError
 from agentrl.models.stored import as_saved, exact_tensors
 from agentrl.testing.sglang_server import LoopbackServer
+from agentrl.trainer.training_run import Run
 from agentrl.types import Sampling
 from bench.families import FAMILIES, config_of
 
@@ -713,6 +715,19 @@ async def test_a_sleeping_engine_wakes_with_the_next_weights(model: Path) -> Non
         await engine.update_weights(weights(1), version=1)
         assert server.asleep == set()
         assert (await task).versions == (1, 1, 1)
+
+
+async def test_an_engine_is_not_asleep_whose_servers_ended_while_they_slept(model: Path) -> None:
+    async with servers(1) as (server,), engine_over(model, server) as engine:
+        assert (engine.ready, engine.asleep) == (True, False)
+        await engine.sleep()
+        assert (engine.ready, engine.asleep) == (False, True)
+        run: Any = SimpleNamespace(stop=True, engine=engine)
+        assert not Run.leaving(run), "the servers wake with the weights of the step"
+        (replica,) = engine._pool.replicas
+        engine._pool.lose(replica, "it ended")
+        assert (engine.ready, engine.asleep) == (False, False)
+        assert Run.leaving(run)
 
 
 async def test_logprobs_of_given_tokens_by_server(model: Path) -> None:

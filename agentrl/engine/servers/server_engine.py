@@ -117,6 +117,11 @@ class ServedEngine(Engine):
         return any(not replica.asleep for replica in self._pool.ready)
 
     @property
+    def asleep(self) -> bool:
+        """Whether there is a server that can answer once it is awake; one that ends while it sleeps cannot."""
+        return not self.ready and bool(self._pool.ready)
+
+    @property
     def outage_s(self) -> float:
         """Seconds, so far, during which no server could answer, which do not count against episodes."""
         return self._pool.outage_s
