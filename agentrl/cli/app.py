@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -144,6 +145,12 @@ def _place_error(error: Exception) -> str | None:
     return f"{where}{error.strerror}" + ("; free some space and run the same command again" if full else "")
 
 
+def _with_home(argument: str) -> str:
+    """An argument with the home folder for `~`, which shells leave in `--out=~/results`."""
+    option = re.match(r"(--[a-z-]+=)?", argument)[0]  # type: ignore[index]  # it always matches
+    return option + os.path.expanduser(argument.removeprefix(option))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and leave the process.
 
@@ -154,7 +161,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: its encoding may lack what is to be said
     warnings.formatwarning = _visible_warning  # which may quote a sandbox or a server, as tracebacks may
     try:
-        app(args=list(argv) if argv is not None else None, prog_name="agentrl", standalone_mode=True)
+        given = sys.argv[1:] if argv is None else argv
+        app(args=[*map(_with_home, given)], prog_name="agentrl", standalone_mode=True)
     except AgentRLError as e:
         wrong_input = isinstance(e, ConfigError | TemplateError)
         text = str(e) if wrong_input else f"{type(e).__name__}: {e}"

@@ -89,7 +89,8 @@ model:
 - `--set KEY=null` takes back what the file says about a key, so that its default applies.
 - A key that has no effect in the chosen set-up is an error, even where it is written with its default value. Files
   that agentrl wrote itself (`config show`, a run folder's `config.yaml`) load again as they are.
-- Relative paths in the file are relative to the file; relative paths given by `--set` to the current folder.
+- Relative paths in the file are relative to the file; relative paths given by `--set` to the current folder. `~`
+  is the home folder.
 - An unknown key, a wrong value or a missing file stops the run before it starts, all mistakes at once, each with
   `file:line:column`.
 - A run may be [resumed with other settings](runs.md): keys marked *free* change without a trace, *fixed* ones

@@ -59,7 +59,8 @@ def load_config(
     Raises:
         ConfigError: all mistakes of the file and of the overrides, one to a paragraph.
     """
-    return _run_config(read_source(Path(path)), overrides, Path(path).absolute().parent, check_paths)
+    file = Path(os.path.expanduser(path))
+    return _run_config(read_source(file), overrides, file.absolute().parent, check_paths)
 
 
 def load_sampling_config(

@@ -169,8 +169,17 @@ def _given(filters: Filters) -> dict[str, float]:
 def default_folder(base: Path, subject: Subject, spec: EvalSpec) -> Path:
     """Where an evaluation goes: a name that the same evaluation finds again, and no other."""
     what = f"step-{subject.step}" if subject.endpoint is None else subject.endpoint.model.replace("/", "-")
-    digest = hashlib.sha256(json.dumps(dataclasses.asdict(spec)).encode()).hexdigest()[:6]
-    return base / f"{what}-{spec.split}-{digest}"
+
+    def folder(policy: str) -> Path:
+        named = json.dumps(dataclasses.asdict(spec) | {"policy": policy})
+        return base / f"{what}-{spec.split}-{hashlib.sha256(named.encode()).hexdigest()[:6]}"
+
+    as_given = folder(
+        subject.name
+    )  # of an earlier version, to which another spelling of the path was another model
+    if subject.checkpoint is None or as_given.exists():
+        return as_given
+    return folder(str(subject.checkpoint.resolve()))
 
 
 def evaluate(
@@ -267,6 +276,8 @@ def _claim(store: RunStore, spec: EvalSpec) -> None:
             old = before | dict(json.loads(read_bounded(path)))
         except (ValueError, TypeError, RecursionError) as e:
             raise CheckpointError(f"{path}: damaged: {e}") from None
+        if old.get("digest") == spec.digest:  # the same policy, whose path may be written differently
+            old["policy"] = spec.policy
         changed = [f"{key}: {old.get(key)} -> {value}" for key, value in new.items() if old.get(key) != value]
         if changed:
             raise ConfigError(

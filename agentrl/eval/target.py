@@ -172,7 +172,7 @@ def _bare(model: str, env: str, overrides: Sequence[str], *, exists: bool = True
         raise ConfigError(f"--env {env}: must be `module:Class` or `path/to/file.py:Class`")
     changes = [f"env.use={env}", *overrides]
     return make_config(
-        {"name": "eval", "model": {"path": os.path.abspath(model)}}, changes, model, check_paths=exists
+        {"name": "eval", "model": {"path": os.path.realpath(model)}}, changes, model, check_paths=exists
     )
 
 

@@ -42,6 +42,7 @@ from agentrl.python.configure import configure
 from agentrl.reporting.display import make_display
 from agentrl.reporting.report import Silent
 from agentrl.rollout.policy_folder import policy_folder, trained_by
+from agentrl.run_folder.files import at_home
 from agentrl.run_folder.records import EpisodeRecord, read_records
 from agentrl.types import Episode
 
@@ -211,7 +212,9 @@ def evaluate(
         subject, config, base = _find(policy, env, overrides, endpoint)
         at_once = concurrency or (16 if endpoint else config.engine.max_slots)
         options = EvalOptions(split, tasks, attempts, temperature, filters, at_once, prices)
-        folder = default_folder(base, subject, make_spec(subject, config, options)) if out is None else Path(out)
+        folder = (
+            default_folder(base, subject, make_spec(subject, config, options)) if out is None else at_home(out)
+        )
         return _play(subject, config, options, folder, fresh, console)
 
 
@@ -232,7 +235,7 @@ def compare(a: EvaluationResult | Path | str, b: EvaluationResult | Path | str) 
 def _checked_folder(of: EvaluationResult | Path | str) -> Path:
     """The folder of an evaluation. Raises CheckpointError if it no longer holds the given result."""
     if isinstance(of, str | os.PathLike):
-        return Path(of)
+        return at_home(of)
     if not isinstance(of, EvaluationResult):
         raise ConfigError(f"compare got {_kind(of)}: give an evaluation or its folder")
     if EvalResult.read(of.folder).priced(None) != of.result.priced(None):
@@ -319,7 +322,9 @@ def _find(
         raise ConfigError("policy and base_url: give one of them; the run whose env is played is `env`")
     if isinstance(env, str) and "\n" in env:
         raise ConfigError("env is a text of several lines: give the path of a YAML file, or its data as a mapping")
-    target = None if policy is None else Path(policy)
+    target = None if policy is None else at_home(policy)
+    if isinstance(env, str | os.PathLike):
+        env = os.path.expanduser(env) if isinstance(env, str) else at_home(env)
     if callable(env):
         return names.find(target, name_object(env), overrides, endpoint)
     if env is None or (isinstance(env, str) and not _is_file_of_run(env)):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from agentrl.errors import CheckpointError
 from agentrl.run_folder import records
+from agentrl.run_folder.files import at_home
 
 
 def read_metrics(run: Path | str) -> list[dict[str, float]]:
@@ -18,7 +19,7 @@ def read_metrics(run: Path | str) -> list[dict[str, float]]:
     Raises:
         CheckpointError: it is not a run folder.
     """
-    folder = Path(run)
+    folder = at_home(run)
     if not (folder / "config.yaml").is_file():
         raise CheckpointError(f"{folder}: is not a run folder: it has no config.yaml")
     return [dict(values) for values in records.read_metrics(folder)]

@@ -28,6 +28,7 @@ from agentrl.rollout.prompts import fitting
 from agentrl.rollout.renderer import check_renderer, load_renderer, require_template
 from agentrl.rollout.rewards.model import make_reward_model
 from agentrl.rollout.task_tools import task_tools
+from agentrl.run_folder.files import at_home
 from agentrl.run_folder.store import find_checkpoint
 from agentrl.sandbox import using_pools
 from agentrl.scratch import ScratchFolder
@@ -82,7 +83,7 @@ def rollouts(
         raise ConfigError(f"split is {split!r}: it is 'train' or 'held_out'")
     require("train", "agentrl.rollouts")
     ready = configure(config).model_copy(update={"warmup": None})
-    return Rollouts(ready, None if model is None else Path(model), split, num_groups)
+    return Rollouts(ready, None if model is None else at_home(model), split, num_groups)
 
 
 def training_rows(groups: Sequence[Group], config: RunSettings | None = None) -> list[Sample]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from agentrl.config.facts import NamesCode, facts
 from agentrl.config.run import RunConfig
@@ -79,7 +80,8 @@ def code_of(config: RunConfig, content: Content) -> CodeRecord:
     for kind in kinds:  # of a notebook or script
         if getattr(kind, "__module__", "") == "__main__" and (text := _source(kind)):
             texts[f"<{getattr(kind, '__qualname__', kind)}>"] = text
-    return CodeRecord(_all_definitions(texts), texts)
+    made = {f"<values of {_name(kind)}>": values for kind in kinds if (values := _values(kind))}
+    return CodeRecord(_all_definitions(texts) | made, texts)
 
 
 def code_changes(old: CodeRecord, new: CodeRecord) -> list[str]:
@@ -144,13 +146,46 @@ def _code_object(found: object) -> object:
     return found if hasattr(found, "__qualname__") else type(found)
 
 
+def _name(found: object) -> str:
+    return str(getattr(found, "__qualname__", ""))
+
+
+def _values(found: object) -> dict[str, str]:
+    """By name, the digest of each value that the call of a function gave what it made: a class or a function.
+
+    Those that cannot change: variables that methods read from the call, and attributes.
+    """
+    if "<locals>" not in _name(found):
+        return {}
+    values: dict[str, object] = {}
+    for name, member in vars(found).items() if isinstance(found, type) else [("", found)]:
+        function = _function(member)
+        if inspect.isfunction(function):
+            with suppress(ValueError):  # a variable has no value yet
+                values |= inspect.getclosurevars(function).nonlocals
+        elif not name.startswith("__"):
+            values[name] = member
+    return {name: _digest(repr(value)) for name, value in values.items() if _is_constant(value)}
+
+
+def _function(member: Any) -> Any:
+    """The function of a method, also of a property or class method; anything else itself."""
+    return inspect.unwrap(getattr(member, "__func__", getattr(member, "fget", None) or member))
+
+
+def _is_constant(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
 def _source(found: object) -> str:
     """The source of a class or function; of a class of a notebook, whose own is not kept, that of its methods."""
     with suppress(OSError, TypeError):  # TypeError: it is no code
         return source_of(found)
     texts = []
     for member in vars(found).values() if isinstance(found, type) else ():
-        function = inspect.unwrap(getattr(member, "__func__", getattr(member, "fget", None) or member))
+        function = _function(member)
         with suppress(OSError, TypeError):
             texts.append(textwrap.indent(textwrap.dedent(source_of(function)), "    "))
     return "\n".join([f"class {found.__name__}:", *texts]) if isinstance(found, type) and texts else ""

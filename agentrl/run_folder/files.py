@@ -18,6 +18,11 @@ MAX_FILE = 64 << 20
 """Bytes of a file that is read as a whole, such as results.json."""
 
 
+def at_home(path: str | os.PathLike[str]) -> Path:
+    """A path that a user names, with the home folder for `~`."""
+    return Path(os.path.expanduser(path))
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading. Pipes, devices and sockets, which could block or never end, are refused.
 

@@ -22,7 +22,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from agentrl.clean import clean_text, first_reason
 from agentrl.errors import CheckpointError
 from agentrl.plural import plural
-from agentrl.run_folder.files import MAX_BYTES, MAX_FILE, decompressed, open_regular
+from agentrl.run_folder.files import MAX_BYTES, MAX_FILE, at_home, decompressed, open_regular
 from agentrl.types import Episode, Group
 
 
@@ -279,13 +279,13 @@ def read_records(run: Path, step: int) -> list[EpisodeRecord]:
 
 def read_episodes(run: Path | str, step: int) -> list[Episode]:
     """All episodes of one step; see `iter_records`."""
-    return [record.episode for record in iter_records(Path(run), step)]
+    return [record.episode for record in iter_records(at_home(run), step)]
 
 
 def read_groups(run: Path | str, step: int) -> list[Group]:
     """The groups of one step as they were trained, without those that were set aside; see `iter_records`."""
     by_number: dict[int, list[EpisodeRecord]] = {}
-    for record in iter_records(Path(run), step):
+    for record in iter_records(at_home(run), step):
         if not record.set_aside:
             by_number.setdefault(record.group, []).append(record)
     found = []

@@ -19,6 +19,7 @@ from agentrl.extras import require
 from agentrl.reporting.display import make_display
 from agentrl.reporting.report import Reporter, Summary
 from agentrl.run_folder.checkpoints import steps_saved
+from agentrl.run_folder.files import at_home
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer.signals import StopRequest
 
@@ -54,7 +55,7 @@ def start_run(
         config = config.model_copy(update={"name": _new_name(config)})
     with (
         make_display(config.name, again=again, console=console) as display,
-        RunStore.open(config, None if run_dir is None else Path(run_dir), fresh=fresh) as store,
+        RunStore.open(config, None if run_dir is None else at_home(run_dir), fresh=fresh) as store,
         _warnings_noted(display, store),
     ):
         try:

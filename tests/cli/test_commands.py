@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 import agentrl
 from agentrl.cli import main
+from agentrl.cli.app import _with_home
 from agentrl.config import dump_config, load_config
 from agentrl.config.describe import json_schema
 from agentrl.env.load import load_env
@@ -240,6 +241,22 @@ class TestTheTree:
     def test_a_run_that_starts_over_has_no_changed_code_to_accept(self, run):
         code, _, err = run("train", "x.yaml", "--fresh", "--accept-code")
         assert (code, err) == (2, "--accept-code has no effect with --fresh, which resumes nothing\n")
+
+    def test_the_home_folder_is_meant_by_a_tilde_that_the_shell_leaves(self, run, tmp_path: Path, monkeypatch):
+        (tmp_path / "home").mkdir()
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.chdir(tmp_path)
+        assert run("new", "~/mine")[0] == 0
+        assert run("runs", "~/mine")[0] == run("runs", str(tmp_path / "home" / "mine"))[0]
+        assert sorted(os.listdir(tmp_path)) == ["home"]
+        assert _with_home("--out=~/e") == f"--out={tmp_path}/home/e"
+        assert [_with_home(text) for text in ("a~", "--set=a=~/b", "--", "-v", "")] == [
+            "a~",
+            "--set=a=~/b",
+            "--",
+            "-v",
+            "",
+        ]
 
     def test_a_closed_pipe_is_no_error(self, folder: Path):
         command = f"{sys.executable} -m agentrl show {folder} -n 200 | head -1"

@@ -6,6 +6,8 @@ import asyncio
 import inspect
 import os
 import signal
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,14 @@ import agentrl
 from agentrl import TextEnv, reward
 from agentrl.cli import main
 from agentrl.cli.eval import evaluate as command
+from agentrl.config.run import RunConfig
 from agentrl.envs.calculator import Calculator
+from agentrl.errors import ConfigError
+from agentrl.eval.evaluate import EvalOptions, _claim, default_folder, make_spec
+from agentrl.eval.result import EvalSpec
+from agentrl.eval.target import find
 from agentrl.run_folder.lock import lock_folder
+from agentrl.run_folder.store import RunStore
 from agentrl.types import Task
 from tests.eval.eval_server import Server, guess, refusal, serving, solve
 
@@ -295,6 +303,55 @@ def test_envs_that_one_function_makes_are_several():
     assert [result.solved for result in found] == [1.0, 0.0, 0.0]
 
 
+def test_an_env_that_a_function_made_with_other_values_is_other_code_in_another_process(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def made(said: str, start: int) -> type[Echo]:
+        class Made(Echo):
+            start_at = start
+
+            @reward(solved=True)
+            def said(self, episode: agentrl.Episode) -> float:
+                return float(episode.messages[-1].content == said)
+
+        return Made
+
+    with serving(Server(guess)) as server:
+        play = partial(agentrl.evaluate, base_url=server.url, model="m", tasks=1)
+        assert play(env=made("12345678", 1)).solved == 1.0
+        for said, start, changed in (("no", 1, "said"), ("12345678", 2, "start_at")):
+            monkeypatch.setattr("agentrl.importing._given", {})  # as in a new process
+            with pytest.raises(ConfigError, match=rf"<values of .*Made>: {changed} changed"):
+                play(env=made(said, start))
+        monkeypatch.setattr("agentrl.importing._given", {})
+        assert play(env=made("12345678", 1)).solved == 1.0
+        assert len(server.requests) == 1
+
+
+def test_a_policy_is_the_same_however_its_path_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "models" / "m"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "link").symlink_to(folder)
+
+    def found(target: str) -> tuple[Path, EvalSpec, RunConfig]:
+        subject, config, base = find(Path(target), "agentrl.envs.calculator:Calculator", [])
+        spec = make_spec(subject, config, EvalOptions())
+        return default_folder(base, subject, spec).absolute(), spec, config
+
+    first, spec, config = found("models/m")
+    for target in (str(folder), "models/../models/m", "link", f"{tmp_path}/link"):
+        other, same, _ = found(target)
+        assert (other, same.digest) == (first, spec.digest), target
+    monkeypatch.chdir(folder.parent)
+    assert found("m")[0].name == first.name
+    with RunStore.open(config, first) as store:
+        _claim(store, spec)
+        _claim(store, found(str(folder))[1])
+        with pytest.raises(ConfigError, match="holds another evaluation \\(tasks: "):
+            _claim(store, replace(spec, tasks=7))
+
+
 def test_a_checkpoint_of_a_run_takes_no_override_of_its_model():
     checkpoint = Path("run/checkpoints/step-3")
     checkpoint.mkdir(parents=True)
@@ -302,3 +359,14 @@ def test_a_checkpoint_of_a_run_takes_no_override_of_its_model():
     Path("run/config.yaml").write_text("")
     with pytest.raises(agentrl.ConfigError, match="has no effect on an evaluation of run/checkpoints/step-3"):
         agentrl.evaluate("run@3", overrides=["model.tiny.hidden=64"])
+
+
+def test_a_tilde_in_a_path_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    with serving(Server(guess)) as server:
+        found = agentrl.evaluate(env=Echo, base_url=server.url, model="m", tasks=1, out="~/e")
+    assert found.folder == tmp_path / "home" / "e"
+    assert len(agentrl.read_episodes("~/e", 0)) == 1
+    assert len(agentrl.read_metrics("~/e")) == 1
+    assert str(agentrl.compare("~/e", found))
+    assert not (tmp_path / "~").exists()
