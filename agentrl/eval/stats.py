@@ -180,14 +180,14 @@ def _sign_flip(differences: np.ndarray) -> tuple[float, bool]:
     observed = abs(float(differences.sum()))
     if len(sizes) == 0:
         return 1.0, True
-    units = sizes / sizes.min()
-    whole = np.rint(units)
-    if np.allclose(units, whole, rtol=0.0, atol=1e-6) and whole.sum() * len(sizes) <= 50_000_000:
-        return _count_flips(whole.astype(int), round(observed / float(sizes.min()))), True
     least = observed - ROUNDING * float(sizes.sum())
     if len(sizes) <= FEW:
         negative = np.arange(1 << len(sizes))[:, None] >> np.arange(len(sizes)) & 1
         return float((np.abs((1 - 2 * negative) @ sizes) >= least).mean()), True
+    units = sizes / sizes.min()
+    whole = np.rint(units)
+    if np.allclose(units, whole, rtol=0.0, atol=1e-6) and whole.sum() * len(sizes) <= 50_000_000:
+        return _count_flips(whole.astype(int), round(observed / float(sizes.min()))), True
     rng, hits, done = np.random.default_rng(0), 0, 0
     rows = max(1, 2_000_000 // len(sizes))
     while done < FLIPS:

@@ -14,6 +14,7 @@ import pytest
 
 from agentrl.env import Stop, ToolEnv, ToolResult, ToolSettings, TurnView, reward, tool
 from agentrl.env.read import all_calls, assistant_text, final_answer
+from agentrl.env.toolenv.observe import cut_content
 from agentrl.env.toolenv.threads import stuck
 from agentrl.env.toolenv.toolbox import toolbox_tools
 from agentrl.errors import ConfigError, InfraError, RewardError, SandboxError
@@ -487,6 +488,14 @@ async def test_images_pass_and_their_text_is_cut():
     assert info.metrics == {"output_truncated": 1.0}
     observation, reward_, terminated, *_ = await env.step(calling(("end", {})))
     assert (observation[0].content, reward_, terminated) == ('{"done": true}', 0.5, True)
+
+
+def test_many_parts_of_text_are_together_no_longer_than_allowed():
+    content = (*["x" * 1000] * 200, Image(b"png"))
+    (text, image), was_cut = cut_content(content, 100, len)
+    assert (len(text) <= 100, image, was_cut) == (True, Image(b"png"), True)
+    assert "of 200000 characters left out" in text
+    assert cut_content(("a", "b", Image(b"png"), "c"), 100, len) == (("ab", Image(b"png"), "c"), False)
 
 
 async def test_a_setup_that_failed_is_what_is_reported_not_its_teardown():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import tracemalloc
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -65,6 +67,16 @@ class TestIntervals:
         found = [estimate(list(rng.normal(size=tasks))) for _ in range(300)]
         assert sum(each.low <= 0.0 <= each.high for each in found) / 300 >= least
 
+    def test_equal_shares_count_as_many_trials_as_their_variance_is_worth(self):
+        found = estimate([0.5] * 4, shares=True)  # with a 0 and a 1, the variance of 1/2 is 1/12
+        assert (found.low, found.high) == pytest.approx(wilson(6, 12))
+
+    def test_the_interval_of_ten_rewards_is_as_wide_as_students(self):
+        values = [NormalDist().inv_cdf((i + 0.5) / 10) for i in range(10)]
+        half = 2.262 * float(np.std(values, ddof=1)) / math.sqrt(10)
+        found = estimate(values)
+        assert (found.low, found.high) == (pytest.approx(-half, rel=0.03), pytest.approx(half, rel=0.03))
+
     def test_a_policy_that_wins_every_one_of_a_few_tasks_is_not_certainly_perfect(self):
         found = paired([0.0] * 6, [1.0] * 6, shares=True).difference
         assert (found.mean, found.high) == (1.0, pytest.approx(1.0))
@@ -113,6 +125,27 @@ class TestPaired:
         assert found.exact
         assert found.p == sum(total >= abs(sum(differences)) - 1e-9 for total in sums) / len(sums)
 
+    def test_whole_differences_of_many_tasks_are_counted_exactly(self):
+        differences = [0.25, -0.25] * 6 + [0.5] * 6  # multiples of the smallest: 12 of one, 6 of two
+        sums = [
+            (math.comb(12, ones) * math.comb(6, twos), abs(2 * ones - 12 + 2 * (2 * twos - 6)))
+            for ones in range(13)
+            for twos in range(7)
+        ]
+        found = paired([0.0] * 18, differences)
+        assert found.exact
+        assert found.p == pytest.approx(sum(ways for ways, total in sums if total >= 12) / 2**18)
+
+    def test_large_whole_scores_of_a_few_tasks_need_little_memory(self):
+        tracemalloc.start()
+        try:
+            found = paired([0.0] * 3, [1.0, 2_000_000.0, 2_000_000.0])
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert (found.p, found.exact) == (0.25, True)
+        assert peak < 1e6
+
     def test_other_values_are_sampled(self):
         rng = np.random.default_rng(0)
         a = rng.normal(size=60)
@@ -120,6 +153,10 @@ class TestPaired:
         better = paired(list(a), list(a + 0.6 + rng.normal(size=60)))
         assert not same.exact
         assert same.p > 0.05 > 0.001 > better.p > 0
+
+    def test_p_of_sampled_flips_is_never_0(self):
+        better = np.random.default_rng(5).uniform(1, 2, size=40)
+        assert paired([0.0] * 40, list(better)).p == 1 / 100_001
 
     def test_nothing_differs(self):
         assert paired([1, 0], [1, 0]).p == 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_jsonable_python
@@ -86,17 +87,20 @@ def text_only(content: Content) -> tuple[Content, bool]:
 
 
 def cut_content(content: Content, max_tokens: int, count: CountTokens) -> tuple[Content, bool]:
-    """Cut the text of `content` to about `max_tokens` tokens; images are kept. Returns (content, whether cut)."""
+    """Cut the text of `content` to about `max_tokens` tokens; images are kept, and the text parts between two of
+    them become one. Returns (content, whether cut)."""
     if isinstance(content, str):
         return cut_text(content, max_tokens, count)
     parts: list[Part] = []
     left, was_cut = max_tokens, False
-    for part in content:
-        if isinstance(part, str):
-            part, cut = cut_text(part, left, count)
-            was_cut |= cut
-            left = max(0, left - count(part))
-        parts.append(part)
+    for is_image, run in groupby(content, lambda part: not isinstance(part, str)):
+        if is_image:
+            parts += run
+            continue
+        text, cut = cut_text("".join(map(str, run)), left, count)
+        was_cut |= cut
+        left = max(0, left - count(text))
+        parts.append(text)
     return tuple(parts), was_cut
 
 
