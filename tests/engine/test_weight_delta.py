@@ -69,12 +69,23 @@ def changed(weights: Mapping[str, Tensor], share: float, seed: int = 1) -> dict[
 def test_a_model_that_fuses_and_shards_is_changed_exactly(dtype, share):
     old = weights_of(dtype)
     model, new = Fused(old), changed(old, share)
+    for tensor in new.values() if share else ():
+        tensor.view(-1)[::150] = 0.0
     sent = [encode(name, old[name], new[name]) for name in old]
     load(model, [statement(header) for header, _ in [encode(name, old[name], old[name]) for name in old]])
     load(model, sent)
     assert model.holds(new)
     if share == 0.03:
         assert sum(packed.nbytes for _, packed in sent) < 0.1 * sum(t.nbytes for t in new.values())
+
+
+def test_a_part_of_a_weight_that_was_sent_whole_needs_nothing_before():
+    old = weights_of()
+    model, new = Fused(changed(old, 0.5)), changed(old, 1.0)
+    header, packed = encode("split", old["split"], new["split"])
+    assert json.loads(header)["whole"]
+    load(model, [(header, packed)])
+    assert torch.equal(model.shard.data, new["split"][4:])
 
 
 def test_zeros_of_both_signs_and_infinities_are_changes():

@@ -157,6 +157,7 @@ class TestPaired:
     def test_p_of_sampled_flips_is_never_0(self):
         better = np.random.default_rng(5).uniform(1, 2, size=40)
         assert paired([0.0] * 40, list(better)).p == 1 / 100_001
+        assert not paired([0.0] * 18, [1.0] * 9 + [1.05] * 9).exact, "they have no common unit"
 
     def test_nothing_differs(self):
         assert paired([1, 0], [1, 0]).p == 1.0

@@ -16,6 +16,7 @@ from agentrl.algo.returns import rewards_at_end, whiten
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.learner.split import Passes
+from agentrl.trainer.algorithm import Algorithm
 from agentrl.trainer.samples import Scores
 from agentrl.types import Sample
 from tests.learner.direct import DirectLearner
@@ -189,6 +190,27 @@ def first_estimates(
         return dict(zip(keys, torch.split(values_N, counts), strict=True))
 
     return values, split(returns), split(whiten(advantages))
+
+
+@pytest.mark.parametrize(
+    ("config", "needs"),
+    [
+        ({}, set()),
+        ({"epochs": 2}, {"learner_logprobs"}),
+        ({"updates_per_step": 2}, {"learner_logprobs"}),
+        ({"epochs": 2, "updates_per_step": 2, "old_logprobs": "sampler"}, set()),
+        ({"kl": {"coef": 0.1}}, set()),
+        ({"kl": {"coef": 0.1}, "epochs": 2}, {"learner_logprobs", "ref_logprobs"}),
+        ({"correction": {"veto": 1e-4}}, {"learner_logprobs"}),
+        ({"correction": {"reject": {"token_k1": 2.0}}}, {"learner_logprobs"}),
+        ({"correction": {"importance": "token", "normalize": True}}, {"learner_logprobs"}),
+        ({"loss": "kl_cov"}, {"learner_logprobs"}),
+        ({"entropy_top": 0.5}, {"entropy"}),
+    ],
+)
+def test_what_later_updates_compare_with_is_measured_before_the_first(config: dict[str, Any], needs: set[str]):
+    algorithm = Algorithm(AlgorithmConfig(**{"kl": {"coef": 0.0}} | config))
+    assert (algorithm.loss_needs, algorithm.advantage_needs) == (needs, set())
 
 
 def test_every_pass_has_its_own_order_and_all_episodes():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from agentrl.errors import ConfigError
 from agentrl.learner.logprobs import forward as forward_logits
 from agentrl.learner.pack import micro_batches, pack
 from agentrl.learner.policy_model import load_policy
-from agentrl.types import Sample
+from agentrl.types import Routes, Sample
 from tests.learner.train_models import (
     VOCABULARY,
     double,
@@ -147,6 +148,17 @@ def test_a_token_that_two_rows_train_is_there_once_and_has_two_losses():
     assert packed.ids_T.tolist() == [*PROMPT, 9, 0, 1]
     assert packed.source_N.tolist() == [4, 5, 4, 5]
     assert packed.ids_N.tolist() == [9, 0, 9, 1]
+
+
+def test_a_shared_token_has_the_route_of_the_first_row_that_knows_it():
+    rows = equal_rows()
+    length = len(rows[0].ids)
+    experts = [b"\xff" * length, b"\0\1" + b"\xff" * (length - 2), b"\2" * length]
+    rows = [
+        replace(row, routes=Routes(data, layers=1, top_k=1, width=1))
+        for row, data in zip(rows, experts, strict=True)
+    ]
+    assert pack(rows).routes_TLk.flatten().tolist() == [0, 1] + [2] * (length - 2)
 
 
 def test_rows_of_one_episode_have_one_number():

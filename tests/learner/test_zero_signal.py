@@ -16,6 +16,7 @@ from torch import Tensor
 
 from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
+from agentrl.trainer.algorithm import Algorithm
 from agentrl.trainer.samples import Scores
 from agentrl.types import Sample
 from tests.learner.direct import DirectLearner
@@ -193,6 +194,25 @@ def test_skipped_rows_change_nothing(small_dir: Path, updates: int):
     assert first.trained == second.trained
     for name, value in skips.weights().items():
         assert torch.allclose(value, passes.weights()[name], rtol=0, atol=1e-12), name
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"correction": {"reject": {"token_k1": 2.0}}},
+        {"correction": {"veto": 1e-4}},
+        {"correction": {"importance": "token", "normalize": True}},
+        {"entropy_top": 0.5},
+        {"entropy_coef": 0.01},
+        {"observation_coef": 0.1},
+        {"kl": {"coef": 0.1}},
+        {"advantage": "gae"},
+        {"loss": "dro"},
+    ],
+)
+def test_rows_that_learn_or_affect_others_are_not_skipped(more: dict[str, Any]):
+    assert Algorithm(AlgorithmConfig(kl={"coef": 0.0})).skips
+    assert not Algorithm(AlgorithmConfig(**{"kl": {"coef": 0.0}} | more)).skips
 
 
 def test_dropping_them_is_a_setting_with_a_metric(small_dir: Path, other_dir: Path):

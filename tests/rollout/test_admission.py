@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.env.curriculum import TaskSampler
+from agentrl.env.mixture import MixedSampler
 from agentrl.errors import ConfigError
 from agentrl.rollout.admission import Admission, Batch, Ticket
 from agentrl.types import Episode, Group, StopReason, Task
@@ -23,9 +24,9 @@ def make(num: int = 3, last: int = 6, **more: int) -> Admission:
     return Admission(TaskSampler(TASKS), groups_per_step=num, last_step=last, **more)
 
 
-def complete(ticket: Ticket, *rewards: float) -> None:
+def complete(ticket: Ticket, *rewards: float, solved: bool | None = None) -> None:
     episodes = tuple(
-        Episode(f"{ticket.name}/e{i}", ticket.task, (), (), (), StopReason.ANSWERED, reward)
+        Episode(f"{ticket.name}/e{i}", ticket.task, (), (), (), StopReason.ANSWERED, reward, solved=solved)
         for i, reward in enumerate(rewards or (0.0, 1.0))
     )
     ticket.group = Group(ticket.task, episodes)
@@ -76,6 +77,31 @@ class TestSynchronous:
         assert names(admission.admit(1)) == ["s2/g0", "s2/g1", "s2/g2"]
         assert [t.task.id for t in admission.under_way] == ["t6", "t7", "t8"]
 
+    def test_each_env_has_its_own_number_of_replacements(self):
+        samplers = {name: TaskSampler([Task(f"{name}{i}", env=name) for i in range(9)]) for name in "ab"}
+        mixed = MixedSampler(samplers, {"a": 1.0, "b": 1.0})
+        admission = Admission(mixed, groups_per_step=2, last_step=6, refill={"a": 1, "b": 0})
+        for ticket in admission.admit(0):
+            complete(ticket, 0.0, 0.0)
+        assert admission.form() is None
+        (ticket,) = admission.admit(0)
+        complete(ticket)
+        batch = admission.form()
+        assert sorted(played(batch)) == ["a1", "b0"]
+        assert [g.task.id for g in batch.aside] == ["a0"]
+
+    def test_the_result_of_a_group_is_reported_once(self):
+        sampler = TaskSampler(TASKS[:1], order="weighted", window=4)
+        admission = Admission(sampler, groups_per_step=2, last_step=6, refill=1)
+        dull, other = admission.admit(0)
+        complete(dull, 1.0, 1.0, solved=True)
+        complete(other, 0.0, 1.0, solved=False)
+        assert admission.form() is None
+        (again,) = admission.admit(0)
+        complete(again, 0.0, 1.0, solved=True)
+        assert admission.form() is not None
+        assert sampler.state()["results"] == {"0": [1.0, 0.0, 1.0]}
+
     def test_nothing_is_played_that_would_not_be_trained(self):
         admission = make(last=2, max_staleness=4)
         assert len(admission.admit(0)) == 6
@@ -104,6 +130,20 @@ class TestAhead:
         for ticket in first[:3]:
             complete(ticket)
         assert played(admission.form()) == ["t0", "t1", "t2"]
+
+    def test_a_batch_is_in_the_order_of_the_tasks_whatever_weights_its_groups_began_with(self):
+        admission = make(num=2, max_staleness=1, refill=1)
+        for ticket in admission.admit(0):
+            complete(ticket)
+        assert played(admission.form()) == ["t0", "t1"]
+        complete(admission.under_way[0], 1.0, 1.0)
+        assert admission.form() is None
+        replacing = admission.admit(1)
+        assert [order for order, *_ in admission.state()["again"]] == [2, 3, 4, 5], "a resumed run keeps the order"
+        for ticket in replacing:
+            complete(ticket)
+        batch = admission.form()
+        assert played(batch) == ["t4", "t3"], "the first one began later, in place of the third task"
 
     def test_with_fewer_ahead_a_slow_group_is_carried_over(self):
         admission = make(max_staleness=2, groups_ahead=1)
@@ -206,6 +246,7 @@ def test_names_stay_unique_where_the_number_of_groups_changes(max_staleness: int
         for step in (first, first + 1):
             for ticket in admission.admit(step - 1):
                 complete(ticket)
+            assert len({*seen, *names(admission.under_way)}) == len(seen) + len(admission.under_way)
             batch = admission.form()
             assert batch is not None
             trained = [group.episodes[0].id.rpartition("/")[0] for group in batch.groups]

@@ -89,6 +89,7 @@ async def test_a_plain_env_scores_groups_on_an_instance_that_is_closed(renderer:
     [
         ("raise", "score_group raised KeyError"),
         ("short", "returned 1 mappings for 2 episodes"),
+        ("long", "returned 3 mappings for 2 episodes"),
         ("nan", "is nan: a reward must be a finite number"),
         ("hang", "took longer than 0.05 s"),
     ],
@@ -100,7 +101,7 @@ async def test_group_rewards_that_fail_count_nothing(renderer: Renderer, what: s
                 raise KeyError("rank")
             if what == "hang":
                 await asyncio.sleep(60)
-            return [{"rank": float("nan")}] * (1 if what == "short" else 2)
+            return [{"rank": float("nan")}] * {"short": 1, "long": 3}.get(what, 2)
 
     group = await GroupPlayer(player(renderer, Failing), 2, 0, timeout_s=0.05).play(Task("t"), "s", 0)
     for episode in group.episodes:

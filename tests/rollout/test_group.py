@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from agentrl.rollout.episode_metrics import episode_metrics
 from agentrl.rollout.group import GroupPlayer
 from agentrl.rollout.limits import EpisodeLimits
 from agentrl.rollout.rewards.model import RewardModel
+from agentrl.run_folder.redraws import RedrawGuard
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import say
 from agentrl.trainer.samples import penalised, to_records, to_samples
@@ -104,6 +106,40 @@ async def test_an_episode_that_the_reward_model_cannot_score_is_played_again(ren
     assert [e.rewards for e in group.episodes] == [{"solved": 1.0, "quality": 1.0}] * 2
     assert [e.reward for e in group.episodes] == [2.0] * 2
     assert [(e.reward, e.error) for e in group.failed] == [(None, "JudgeError: no answer")]
+
+
+class Lost:
+    """Loses every episode; notes with which seed."""
+
+    make_env = Said
+
+    def __init__(self) -> None:
+        self.seeds: dict[str, int] = {}
+
+    async def play(self, task: Task, *, episode_id: str, seed: int, status: Any = None) -> Episode:
+        self.seeds[episode_id] = seed
+        return Episode(episode_id, task, (), (), (), StopReason.INFRA, None, error="SandboxError: gone")
+
+
+async def test_a_lost_episode_is_played_again_with_new_seeds_as_often_as_set():
+    lost = Lost()
+    for label in ("s1", "s2"):
+        with pytest.raises(InfraError, match="3 episodes in a row could not be played"):
+            await GroupPlayer(lost, 1, 0, 2).play(Task("t"), label, 0)
+    assert list(lost.seeds) == [f"{label}/g0/e0{again}" for label in ("s1", "s2") for again in ("", "r1", "r2")]
+    assert len(set(lost.seeds.values())) == 6
+
+
+async def test_episodes_in_flight_count_among_those_that_are_not_lost():
+    class LostAtFirst(Lost):
+        async def play(self, task: Task, *, episode_id: str, seed: int, status: Any = None) -> Episode:
+            if episode_id in {f"s1/g0/e{i}" for i in range(20)}:
+                return await super().play(task, episode_id=episode_id, seed=seed)
+            await asyncio.sleep(0)  # ends later
+            return Episode(episode_id, task, (), (), (), StopReason.ANSWERED, 1.0)
+
+    group = await GroupPlayer(LostAtFirst(), 60, 0, guard=RedrawGuard(redrawn_above=0.5)).play(Task("t"), "s1", 0)
+    assert (len(group.episodes), len(group.failed)) == (60, 20)
 
 
 async def test_a_reward_model_that_never_answers_stops_the_run(renderer: Renderer):

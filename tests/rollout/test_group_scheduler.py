@@ -136,6 +136,16 @@ async def test_a_slow_group_is_carried_over_while_others_are_trained(renderer: R
     assert tasks == [["t1", "t2"], ["t3", "t4"], ["t0", "t5"], ["t6", "t7"]]
 
 
+async def test_taking_a_batch_begins_the_groups_that_it_makes_room_for(renderer: Renderer):
+    scheduler, engine = make(renderer, Stage(), max_staleness=2, groups_ahead=1)
+    under_way = []
+    async with scheduler:
+        async for batch in scheduler.batches():
+            under_way.append(len(scheduler.admission.under_way))
+            await engine.update_weights({}, version=batch.step)
+    assert under_way == [3, 3, 2, 0], "all that later steps need and the bound allows"
+
+
 async def test_a_group_that_cannot_be_played_stops_the_run_where_the_next_batch_is_asked_for(renderer: Renderer):
     stage = Stage("t2", "t3")
     stage.failing.add("t3")

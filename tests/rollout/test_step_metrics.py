@@ -8,7 +8,15 @@ from dataclasses import replace
 import pytest
 
 from agentrl.algo.entries import Signal
-from agentrl.rollout.episode_metrics import episode_metrics, passed, passed_at, set_aside, solved, staleness
+from agentrl.rollout.episode_metrics import (
+    episode_metrics,
+    group_has_signal,
+    passed,
+    passed_at,
+    set_aside,
+    solved,
+    staleness,
+)
 from agentrl.types import Episode, Group, Message, Segment, StopReason, Task, Turn
 
 TASK = Task("t")
@@ -45,6 +53,12 @@ def test_a_signal_is_what_the_advantage_of_the_env_compares():
     groups = [Group(Task("t", env=name), tuple(parts)) for name in ("sums", "parts")]
     assert episode_metrics(groups)["groups_with_signal"] == 0
     assert episode_metrics(groups, signals={"parts": Signal("parts")})["groups_with_signal"] == 1
+    assert not group_has_signal(groups[0], Signal("parts", frozenset({"up", "down"}))), "they have no weight"
+    bonus = Group(TASK, tuple(replace(episode(), reward=x, rewards={"bonus": x}) for x in (0.25, 0.5)))
+    assert group_has_signal(bonus, Signal("parts"))
+    assert not group_has_signal(bonus, Signal("parts", frozenset({"bonus"})))
+    longer = Group(TASK, (episode(), replace(episode(), turns=episode().turns * 2)))
+    assert not group_has_signal(longer, Signal("turns")), "another number of turns is no reward"
     rounded = Group(TASK, (replace(episode(), reward=0.1 + 0.2), replace(episode(), reward=0.3)))
     assert episode_metrics([rounded])["groups_with_signal"] == 0, "rollout.refill_zero_signal replaces it"
 

@@ -11,8 +11,15 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import AgentRLError, EnvError
-from agentrl.run_folder.redraws import RedrawGuard, Redraws, read_redraws, redraws_file, redraws_line
-from agentrl.types import Episode, Group, Message, StopReason, Task, Turn
+from agentrl.run_folder.redraws import (
+    Moments,
+    RedrawGuard,
+    Redraws,
+    read_redraws,
+    redraws_file,
+    redraws_line,
+)
+from agentrl.types import SANDBOX_FAULT, Episode, Group, Message, StopReason, Task, Turn
 
 TURN = Turn(Message("assistant", "x"), (), 0.0, "stop", 1, 0.0, 0.0)
 
@@ -137,6 +144,23 @@ def test_a_few_losses_stop_no_small_run():
     for _ in range(19):
         guard.ended(episode("t", None, "SandboxDied: gone"))
         guard.scored([episode("t", 0.0, faults={"solved": "reward 'solved' raised"})])
+    with pytest.raises(AgentRLError, match="20 of the last 20 episodes"):
+        guard.ended(episode("t", None, "SandboxDied: gone"))
+
+
+def test_a_share_of_faults_may_be_as_large_as_set_and_a_policy_that_breaks_files_stops_no_run():
+    guard, faulty = RedrawGuard(faults_above=0.5), episode("t", 0.0, faults={"solved": "raised KeyError"})
+    guard.scored([*[episode("t", 1.0)] * 21, *[faulty] * 21])
+    with pytest.raises(EnvError, match="'solved' failed in 22 of the last 43 episodes"):
+        guard.scored([faulty])
+    RedrawGuard(faults_above=0.0).scored([episode("t", 0.0, faults={SANDBOX_FAULT: "no such file"})] * 100)
+
+
+def test_the_error_of_a_mean_is_that_of_its_sample():
+    moments = Moments()
+    for value in (0.0, 1.0, 1.0, 2.0):
+        moments.add(value)
+    assert (moments.mean, moments.variance_of_mean) == (1.0, pytest.approx(0.5 / 3))
 
 
 def test_a_reward_that_keeps_raising_stops_the_run_with_its_traceback_and_a_rare_one_is_told_once():

@@ -8,12 +8,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from agentrl.config.run import AlgorithmConfig, RunConfig
+from agentrl.env import ToolEnv
 from agentrl.errors import ConfigError
 from agentrl.reporting.display import PlainDisplay
 from agentrl.reporting.report import Silent
@@ -23,8 +25,10 @@ from agentrl.run_folder.run_reader import RunReader
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer.algorithm import Algorithm
 from agentrl.trainer.evaluation import check_background
-from agentrl.trainer.held_out import InBackground
+from agentrl.trainer.held_out import EvalSet, HeldOut, InBackground
+from agentrl.trainer.in_step import InStep
 from agentrl.trainer.run import train_run
+from agentrl.types import Episode, StopReason, Task
 from tests.trainer.test_mixture import TINY, StopAfter, of_env, run
 from tests.trainer.test_samples import group
 
@@ -180,6 +184,45 @@ def test_a_set_that_says_nothing_new_is_refused(eval_: dict[str, Any], said: str
 def test_sets_that_do_not_fit_the_env_are_refused_by_name():
     with pytest.raises(ConfigError, match=r"eval.sets.hard: .*max_operation"):
         load_content(settings(eval={"sets": {"hard": {"options": {"max_operation": 3}}}}))
+
+
+class Right:
+    """Solves everything."""
+
+    make_env = ToolEnv
+
+    async def play(self, task: Task, *, episode_id: str, seed: int, status: Any = None) -> Episode:
+        return Episode(episode_id, task, (), (), (), StopReason.ANSWERED, 1.0, solved=True)
+
+
+def each_env(**every: int) -> HeldOut:
+    sets = []
+    for env, interval in every.items():
+        config = settings(eval={"tasks": 1, "every": interval, "before_training": False})
+        sets.append(EvalSet(env, "", config, config.eval, [Task("t", env=env)], Right()))
+    return HeldOut(sets, Silent(), InStep(Silent(), 1), shown=False)
+
+
+async def test_all_envs_together_are_logged_when_all_are_due_as_after_the_last_step():
+    found = [set(await each_env(a=2, b=3).after(step)) for step in range(5)]
+    keys = {env: {f"env/{env}/held_out", f"env/{env}/held_out_reward"} for env in "ab"}
+    assert found == [set(), set(), keys["a"], keys["b"], {*keys["a"], *keys["b"], "held_out", "held_out_reward"}]
+
+
+async def test_an_evaluation_that_has_ended_is_not_done_again():
+    calls: list[int] = []
+
+    async def weights() -> dict[str, Any]:
+        calls.append(0)
+        raise ConfigError("begins")
+
+    engine: Any = SimpleNamespace(update_weights=None)
+    background = InBackground(each_env(a=1), engine, weights, calls.append, lambda *_: None, lambda: False)
+    for metrics in ([], [{"step": 0}], [{"step": 2, "env/a/held_out_reward": 1.0}]):
+        await background.catch_up(metrics)
+    assert not calls
+    with pytest.raises(ConfigError, match="begins"):
+        await background.catch_up([{"step": 1, "env/a/held_out": 1.0}, {"step": 2}])
 
 
 def test_servers_of_others_have_no_second_engine():

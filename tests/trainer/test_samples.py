@@ -132,6 +132,13 @@ def test_failed_episodes_neither_train_nor_vote():
     assert [(r.episode.id, r.advantages) for r in records[2:]] == [("f0", ()), ("f1", ()), ("f2", ())]
 
 
+def test_every_group_or_none_has_a_greedy_episode_to_compare_with():
+    groups = [replace(group(1.0, 0.0), greedy=episode("g", 0.5)), group(0.0, 1.0, name="f")]
+    assert Algorithm(algorithm()).rows(groups).scores.greedy is None, "of a mixture, only some envs have one"
+    groups[1] = replace(groups[1], greedy=episode("h", 0.25))
+    assert Algorithm(algorithm()).rows(groups).scores.greedy == [0.5, 0.5, 0.25, 0.25]
+
+
 def test_an_episode_whose_tokens_failed_their_check_votes_but_does_not_train():
     broken = episode("broken", 1.0, metrics={"tokens/failed": 1.0})
     pair = Group(Task("t"), (broken, episode("sound", 0.0)))
@@ -182,6 +189,12 @@ def test_penalised_overlong_episodes_lose_reward_before_the_comparison(stop: Sto
         assert less == [cut]
         assert [s.advantages[-1] for s in samples] == [0.0, 0.0]
         assert "reward/overlong" not in metrics
+
+
+def test_the_penalty_is_added_to_a_reward_of_the_env_with_its_name():
+    cut = episode("cut", 0.5, stop=StopReason.TIMEOUT, rewards={"overlong": -0.5, "solved": 1.0})
+    (group,) = penalised([Group(Task("t"), (cut,))], 0.25)
+    assert (group.episodes[0].reward, group.episodes[0].rewards["overlong"]) == (0.25, -0.75)
 
 
 def test_gdpo_counts_a_part_that_is_0():
@@ -261,6 +274,16 @@ def test_a_reward_on_a_trailing_observation_is_not_lost():
     assert row.columns["reward"] == (0.0, 0.0, 1.5)
 
 
+def test_a_reward_of_an_empty_completion_is_on_the_token_before_it():
+    asked, nothing = Segment((3,), "observation", 1, 2), Segment((), "sampled", 2, 3)
+    turns = tuple(
+        Turn(Message("assistant", text), (), reward, "stop", tokens, 0.1, 0.2, place=place)
+        for text, reward, tokens, place in (("x", 1.0, 3, 1), ("", 0.25, 0, 3))
+    )
+    (row,) = episode_samples(replace(episode("e", 2.0, segments=(PROMPT, ANSWER, asked, nothing)), turns=turns))
+    assert row.columns["reward"] == (0.0, 0.0, 2.0)
+
+
 def test_an_episode_without_a_sampled_token_gives_no_row():
     assert episode_samples(episode("e", 1.0, segments=(PROMPT,))) == []
 
@@ -311,7 +334,11 @@ class TestTurnLevel:
         assert segment_turns(whole) == {1: 0, 3: 0, 5: 1}, "by what was said, as in earlier records"
         same = (*messages[:4], messages[5], messages[5])  # the branch says what the next turn says
         places = tuple(replace(turn, place=place) for turn, place in zip(whole.turns, (1, 5), strict=True))
-        assert segment_turns(replace(whole, messages=same, turns=places)) == {1: 0, 3: 0, 5: 1}
+        whole = replace(whole, messages=same, turns=places)
+        assert segment_turns(whole) == {1: 0, 3: 0, 5: 1}
+        late = (Segment((4,), "prompt", -1, 6), Segment((5, 6), "sampled", 6, 7, (-0.1, -0.1), (4, 4)))
+        later = replace(whole, messages=(*same, messages[3], messages[4]), segments=(*whole.segments, *late))
+        assert segment_turns(later) == {1: 0, 3: 0, 5: 1, 7: 1}
 
     @pytest.mark.parametrize("from_file", [False, True])
     def test_a_branch_that_says_the_same_as_a_turn_is_no_turn(self, from_file: bool):
