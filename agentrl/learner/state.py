@@ -142,10 +142,9 @@ def restore_optimizer(model: nn.Module, optimizer: Optimizer, directory: Path, w
             files = [
                 stack.enter_context(safe_open(directory / _file("optimizer", rank, ranks), framework="pt"))
                 for rank in range(ranks)
-                if ranks > 1 or (directory / _file("optimizer", 0, 1)).is_file()
             ]
             _read_optimizer(model, optimizer, files, f"checkpoint {directory}")
-            if ranks == world.size and files:
+            if ranks == world.size:
                 _restore_generators(files[world.rank])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as e:
         raise CheckpointError(f"checkpoint {directory} cannot be resumed: {e}") from e

@@ -320,10 +320,16 @@ class TestSaving:
             with pytest.raises(CheckpointError, match=said):
                 make_learner(other).load_optimizer(folder)
 
+    @pytest.mark.parametrize("missing", [False, True])
     @pytest.mark.parametrize("name", ["learner.json", "optimizer.safetensors"])
-    def test_a_damaged_checkpoint_is_named(self, saved: tuple[DirectLearner, Path], policy_dir: Path, name: str):
+    def test_a_damaged_checkpoint_is_named(
+        self, saved: tuple[DirectLearner, Path], policy_dir: Path, name: str, missing: bool
+    ):
         _, folder = saved
-        (folder / name).write_bytes((folder / name).read_bytes()[:10])
+        if missing:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_bytes((folder / name).read_bytes()[:10])
         with pytest.raises(CheckpointError, match="step-2 cannot be resumed: "):
             make_learner(policy_dir).load_optimizer(folder)
 
