@@ -11,9 +11,12 @@ from typing import Literal
 
 import numpy as np
 import pytest
+from pydantic import BaseModel
 
 from agentrl.env import Stop, ToolEnv, ToolResult, ToolSettings, TurnView, reward, tool
 from agentrl.env.read import all_calls, assistant_text, final_answer
+from agentrl.env.toolenv.dispatch import MISTAKES
+from agentrl.env.toolenv.json_schema import InvalidArguments, describe_callable
 from agentrl.env.toolenv.observe import cut_content
 from agentrl.env.toolenv.threads import stuck
 from agentrl.env.toolenv.toolbox import toolbox_tools
@@ -180,7 +183,28 @@ async def test_calls_after_a_stop_are_answered_but_not_run():
     observation, _, terminated, *_ = await env.step(calling(("submit", {}), ("apply", {"op": "add"})))
     assert [m.content for m in observation] == ["", "Not run: the episode has ended."]
     assert terminated
+    env = await started(Ledger(), start=1, target=1)
+    add = ("apply", {"op": "add"})
+    observation, *_, info = await env.step(calling(("submit", {}), add, add))
+    assert [m.content for m in observation[1:]] == ["Not run: the episode has ended."] * 2
+    assert not set(info.metrics) & {"not_run", *MISTAKES}
     assert env.ops == 0
+
+
+class Spot(BaseModel):
+    x: float
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_json_has_no_number_for_is_refused_whatever_the_type(value: float):
+    def tool(
+        number: float = 0.0, some: object = None, of: dict[str, object] | None = None, spot: Spot | None = None
+    ) -> None: ...
+
+    signature = describe_callable(tool, where="tool", method=False)
+    for arguments in ({"number": value}, {"some": value}, {"of": {"x": [value]}}, {"spot": {"x": value}}):
+        with pytest.raises(InvalidArguments, match="finite number, got"):
+            signature.validate(arguments)
 
 
 class Quit(BaseException):

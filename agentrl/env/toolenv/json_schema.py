@@ -108,6 +108,10 @@ class Signature:
             raise
         except (Exception, SystemExit) as e:  # code of a type, like __post_init__, which met this value
             raise InvalidArguments(f"args: refused by their type: {type(e).__name__}: {e}") from None
+        try:
+            json.dumps(dict(arguments), allow_nan=False)
+        except ValueError:  # some types take any number: object, models of pydantic
+            raise InvalidArguments("args: each number must be a finite number, got NaN or Infinity") from None
         if wrong := list(mistaken(self.schema, json.loads(text), self.schema)):
             raise InvalidArguments("; ".join(f"{path}: expected {one}, got {got!r}" for path, one, got in wrong))
         return converted
