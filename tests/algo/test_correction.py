@@ -13,6 +13,7 @@ from agentrl.algo.correction import (
     DriftGate,
     LogprobDrift,
     Reject,
+    believed_sequences,
     correct,
     drift,
     normalizer,
@@ -129,10 +130,20 @@ def test_the_gate_names_what_is_passed():
     assert "ess 0.5845 is below the limit 0.9" in text
 
 
+def test_only_negative_advantages_of_drifted_sequences_and_only_large_ratios_are_masked():
+    mask_T, sequence_T = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
+    old_T, new_T = torch.full((4,), -1.0), torch.tensor([-1.0, -1.0, -9.0, -9.0])
+    advantages_T = torch.tensor([-1.0, 1.0, -1.0, 0.0])
+    kept_T = off_policy_sequences(new_T, old_T, advantages_T, sequence_T, mask_T, threshold=1.0)
+    assert kept_T.tolist() == [True, True, False, True]
+    assert believed_sequences(new_T, old_T, sequence_T, mask_T, limit=10.0).tolist() == [True] * 4
+    assert believed_sequences(old_T, new_T, sequence_T, mask_T, limit=10.0).tolist() == [True, True, False, False]
+
+
 def test_a_drift_that_is_no_number_passes_every_limit():
     broken = drift(torch.tensor([math.nan, 0.0]), torch.zeros(2), torch.tensor([0, 0]), torch.ones(2).bool())
-    assert DriftGate(max_abs=100.0).exceeded(broken.metrics()) is not None
-    assert DriftGate(max_abs=100.0).exceeded((LogprobDrift() + broken).metrics()) is not None
+    assert DriftGate(mean_abs=None, max_abs=100.0).exceeded(broken.metrics()) is not None
+    assert DriftGate(mean_abs=None, max_abs=100.0).exceeded((LogprobDrift() + broken).metrics()) is not None
     assert DriftGate(ess=0.0).exceeded(broken.metrics()) is not None
     assert DriftGate(max_abs=1.0).exceeded(LogprobDrift().metrics()) is None  # nothing was trained
 

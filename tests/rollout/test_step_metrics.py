@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from agentrl.algo.entries import Signal
+from agentrl.config.algorithm import AlgorithmConfig
 from agentrl.rollout.episode_metrics import (
     episode_metrics,
     group_has_signal,
@@ -54,6 +55,8 @@ def test_a_signal_is_what_the_advantage_of_the_env_compares():
     assert episode_metrics(groups)["groups_with_signal"] == 0
     assert episode_metrics(groups, signals={"parts": Signal("parts")})["groups_with_signal"] == 1
     assert not group_has_signal(groups[0], Signal("parts", frozenset({"up", "down"}))), "they have no weight"
+    gdpo = AlgorithmConfig(advantage={"name": "gdpo", "weights": {"bonus": 0.0, "length": -1.0}})
+    assert gdpo.signal == Signal("parts", frozenset({"bonus"}))
     bonus = Group(TASK, tuple(replace(episode(), reward=x, rewards={"bonus": x}) for x in (0.25, 0.5)))
     assert group_has_signal(bonus, Signal("parts"))
     assert not group_has_signal(bonus, Signal("parts", frozenset({"bonus"})))
