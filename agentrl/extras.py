@@ -10,8 +10,8 @@ from agentrl.errors import ConfigError
 DISTRIBUTION = "agentrl-train"
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
-    "train": ("torch", "transformers", "tokenizers", "safetensors", "matplotlib"),
-    "serve": ("starlette", "uvicorn", "prometheus_client", "llguidance"),
+    "train": ("torch", "transformers", "tokenizers", "safetensors", "matplotlib", "huggingface_hub"),
+    "serve": ("starlette", "uvicorn", "prometheus_client", "llguidance", "h11"),
     "ray": ("ray",),
     "lora": ("peft",),
     "docker": ("docker",),

@@ -79,7 +79,10 @@ def _cached(name: str) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
     except ImportError:
-        raise ConfigError(f"there is no file {name}, and datasets of the hub need huggingface_hub") from None
+        raise ConfigError(
+            f"there is no file {name}, and datasets of the hub need huggingface_hub: "
+            "pip install 'agentrl-train[hf]'"
+        ) from None
     try:
         return Path(snapshot_download(name, repo_type="dataset", local_files_only=True))
     except (LocalEntryNotFoundError, ValueError, OSError):

@@ -1,14 +1,15 @@
 """Chat with any OpenAI-compatible endpoint, for policies whose tokens are not available.
 
-The client library retries temporary failures (connection, 408, 409, 429 with Retry-After, 5xx). Remaining failures
-are the endpoint's fault, never the policy's: an `EngineError`. A request that cannot succeed on retry (wrong key,
-unknown model, a parameter that the model refuses) is for the user to fix: a `ConfigError`.
+Temporary failures (connection, 408, 409, 429, 5xx) are retried, after `Retry-After` if the endpoint sends it.
+Remaining failures are the endpoint's fault, never the policy's: an `EngineError`. A request that cannot succeed on
+retry (wrong key, unknown model, a parameter that the model refuses) is for the user to fix: a `ConfigError`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,10 +67,6 @@ class Endpoint:
         return os.environ[self.api_key_env]
 
 
-SDK_LONGEST_S = 120.0
-"""The official client gives up if a server asks it to wait longer."""
-
-
 class ContextFullError(Exception):
     """The conversation does not fit into the model's context."""
 
@@ -102,7 +99,7 @@ class ChatClient:
         self._client = AsyncOpenAI(
             base_url=endpoint.base_url,
             api_key=endpoint.key(),
-            max_retries=endpoint.retries,
+            max_retries=0,  # versions of the library differ in the waits that they obey
             timeout=endpoint.timeout_s,
             http_client=http,  # type: ignore[arg-type]
         )
@@ -143,17 +140,16 @@ class ChatClient:
         return self._read(answer, time.monotonic() - began)
 
     async def _create(self, body: Mapping[str, Any]) -> Any:
-        """Send a request; the client library does not wait longer than two minutes."""
+        """Send a request, again after a temporary failure."""
         import openai
 
-        for retries in reversed(range(self.endpoint.retries + 1)):
+        for attempt in range(self.endpoint.retries + 1):
             try:
                 return await self._client.chat.completions.create(**body)
-            except openai.APIStatusError as e:
-                wait_s = retry_after(e)
-                if wait_s <= SDK_LONGEST_S or not retries:
+            except openai.APIError as e:
+                if attempt == self.endpoint.retries or not _temporary(e):
                     raise
-                await asyncio.sleep(wait_s)
+                await asyncio.sleep(retry_after(e) or min(0.5 * 2**attempt, 8.0) * random.uniform(0.75, 1.0))
         raise AssertionError
 
     def _refused(self, e: Any, temperature: float) -> Exception:
@@ -264,6 +260,16 @@ def _count(usage: object, name: str) -> int:
     """A number of tokens; 0 if the endpoint does not report it."""
     value = getattr(usage, name, None)
     return value if isinstance(value, int) and value > 0 else 0
+
+
+def _temporary(e: Exception) -> bool:
+    """Whether the same request may succeed later."""
+    import openai
+
+    if isinstance(e, openai.APIStatusError):
+        told = e.response.headers.get("x-should-retry")  # of OpenAI's servers
+        return told == "true" or (told != "false" and (e.status_code in (408, 409, 429) or e.status_code >= 500))
+    return isinstance(e, openai.APIConnectionError)  # includes timeouts
 
 
 def _error_text(e: Any) -> str:

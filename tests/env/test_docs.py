@@ -30,7 +30,7 @@ def test_the_python_snippets_run(tmp_path):
 
 
 def test_the_yaml_snippets_are_valid():
-    found = [YAML(typ="safe").load(block) for block in blocks("yaml")]
+    found = [YAML(typ="safe", pure=True).load(block) for block in blocks("yaml")]
     (composed,) = [block["env"] for block in found if "env" in block]
     config = EnvConfig.model_validate(composed)
     assert config.use == "agentrl.env.compose:ComposedEnv"
