@@ -174,9 +174,7 @@ def default_folder(base: Path, subject: Subject, spec: EvalSpec) -> Path:
         named = json.dumps(dataclasses.asdict(spec) | {"policy": policy})
         return base / f"{what}-{spec.split}-{hashlib.sha256(named.encode()).hexdigest()[:6]}"
 
-    as_given = folder(
-        subject.name
-    )  # of an earlier version, to which another spelling of the path was another model
+    as_given = folder(subject.name)  # of earlier versions, in which another spelling of a path was another model
     if subject.checkpoint is None or as_given.exists():
         return as_given
     return folder(str(subject.checkpoint.resolve()))

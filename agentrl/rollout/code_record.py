@@ -28,6 +28,7 @@ from agentrl.syntax import parse, source_of
 
 NAMED = 5
 """Definitions or rows that a message names; more are counted."""
+_VALUES = "<values of "
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def code_of(config: RunConfig, content: Content) -> CodeRecord:
     for kind in kinds:  # of a notebook or script
         if getattr(kind, "__module__", "") == "__main__" and (text := _source(kind)):
             texts[f"<{getattr(kind, '__qualname__', kind)}>"] = text
-    made = {f"<values of {_name(kind)}>": values for kind in kinds if (values := _values(kind))}
+    made = {f"{_VALUES}{_name(kind)}>": values for kind in kinds if (values := _values(kind))}
     return CodeRecord(_all_definitions(texts) | made, texts)
 
 
@@ -90,6 +91,8 @@ def code_changes(old: CodeRecord, new: CodeRecord) -> list[str]:
     files = new.files if old.portable else _all_definitions(new.texts, portable=False)
     for name in sorted({*old.files, *files}):
         before, after = old.files.get(name), files.get(name)
+        if before is None and name.startswith(_VALUES):
+            continue  # records of earlier versions have no values
         if before is None or after is None:
             said.append(f"{name}: {'new' if before is None else 'no longer used'}")
             continue

@@ -167,6 +167,12 @@ def test_digests_are_the_same_under_every_version_of_python(project: Path, tmp_p
     assert CodeRecord.read(tmp_path / "code.json") == CodeRecord(now.files)
 
 
+def test_records_of_earlier_versions_have_no_values_of_functions():
+    new = CodeRecord({"<values of make.<locals>.Made>": {"said": "1"}})
+    assert code_changes(CodeRecord({}), new) == []
+    assert code_changes(new, CodeRecord({})) == ["<values of make.<locals>.Made>: no longer used"]
+
+
 def test_a_record_of_more_generated_tasks_says_nothing_about_their_number():
     tasks = [str(n) for n in range(MOST)]
     earlier, fewer = {"train": tasks}, {"train": tasks[:MOST_GENERATED]}

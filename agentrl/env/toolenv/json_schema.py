@@ -243,9 +243,7 @@ def _type_arguments(owners: Sequence[type]) -> Mapping[TypeVar, object]:
 def _with_types(hint: Any, types: Mapping[TypeVar, object]) -> Any:
     if isinstance(hint, TypeVar):
         return types.get(hint, hint)
-    if isinstance(
-        hint, type
-    ):  # `Box[T]` of a pydantic model is a class, and even `Box` itself if `Box` has that T
+    if isinstance(hint, type):  # `Box[T]` of a pydantic model is a class, and `Box` itself if it has that T
         names = getattr(hint, "__pydantic_generic_metadata__", {}).get("parameters", ())
     else:
         names = getattr(hint, "__parameters__", ())

@@ -87,20 +87,21 @@ def text_only(content: Content) -> tuple[Content, bool]:
 
 
 def cut_content(content: Content, max_tokens: int, count: CountTokens) -> tuple[Content, bool]:
-    """Cut the text of `content` to about `max_tokens` tokens; images are kept, and the text parts between two of
-    them become one. Returns (content, whether cut)."""
+    """Cut the text of `content` to about `max_tokens` tokens; images are kept, and text parts between two of them
+    become one where they are cut. Returns (content, whether cut)."""
     if isinstance(content, str):
         return cut_text(content, max_tokens, count)
     parts: list[Part] = []
     left, was_cut = max_tokens, False
-    for is_image, run in groupby(content, lambda part: not isinstance(part, str)):
+    for is_image, adjacent in groupby(content, lambda part: not isinstance(part, str)):
+        same = list(adjacent)
         if is_image:
-            parts += run
+            parts += same
             continue
-        text, cut = cut_text("".join(map(str, run)), left, count)
+        text, cut = cut_text("".join(map(str, same)), left, count)
         was_cut |= cut
         left = max(0, left - count(text))
-        parts.append(text)
+        parts += [text] if cut else same
     return tuple(parts), was_cut
 
 
