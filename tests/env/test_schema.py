@@ -364,6 +364,36 @@ def test_booleans_are_not_numbers_where_values_are_listed(kind: Any, right: obje
         signature.validate({"value": wrong})
 
 
+class Once(BaseModel):
+    kind: Literal["once"]
+    count: Literal[1] = 1
+    inner: "Kind | None" = None
+
+
+class Often(BaseModel):
+    kind: Literal["often"]
+    count: bool = True
+    inner: "Kind | None" = None
+
+
+Kind = Annotated[Once | Often, Field(discriminator="kind")]
+Once.model_rebuild()
+
+
+def test_listed_values_are_those_of_the_kind_and_cost_no_more_in_a_deep_one():
+    def choose(value): ...
+
+    choose.__annotations__ = {"value": Kind}
+    signature = describe_callable(choose, where="choose", method=False)
+    signature.validate({"value": {"kind": "often", "count": True}})
+    with pytest.raises(InvalidArguments, match=r"args.value.count: expected 1, got True"):
+        signature.validate({"value": {"kind": "once", "count": True}})
+    deep: dict[str, Any] = {"kind": "often"}
+    for _ in range(80):  # to check each kind at each level would take forever
+        deep = {"kind": "once", "inner": deep}
+    signature.validate({"value": deep})
+
+
 T = TypeVar("T")
 U = TypeVar("U")
 
