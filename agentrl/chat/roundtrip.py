@@ -116,7 +116,8 @@ def name_problem(renderer: Renderer, schema: Mapping[str, Any]) -> str:
     """
     name, parameters = schema["function"]["name"], schema["function"].get("parameters")
     required = parameters.get("required") if isinstance(parameters, Mapping) else None
-    own = [each for each in required or () if isinstance(each, str) and each.isidentifier()]
+    names = required if isinstance(required, list | tuple) else ()  # a client may write anything
+    own = [each for each in names if isinstance(each, str) and each.isidentifier()]
     tool = {**TOOL, "function": {**TOOL["function"], "name": name}}
     arguments = {**dict.fromkeys(own, "plain words"), **REQUIRED["a call"]}
     call = ToolCall(renderer.parser.call_id(name, 0), name, arguments)

@@ -375,5 +375,6 @@ async def test_a_tool_whose_name_the_format_uses_is_refused_in_every_dialect(tmp
             assert refused.status_code == 400, path
             text = refused.json()["error"]["message"]
             assert "tools: the tool 'all' cannot be called in the format functionary_v32" in text
-        for fine in ({**chat, "tool_choice": "none"}, {**chat, "tools": TOOLS}):
+        odd = {"type": "function", "function": {"name": "odd", "parameters": {"type": "object", "required": True}}}
+        for fine in ({**chat, "tool_choice": "none"}, {**chat, "tools": [*TOOLS, odd]}):
             assert (await client.post(served.base_url + "/chat/completions", json=fine)).status_code == 200
