@@ -6,13 +6,14 @@ import ast
 import inspect
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from agentrl.config.facts import NamesCode, facts
 from agentrl.config.run import RunConfig
@@ -29,6 +30,8 @@ from agentrl.syntax import parse, source_of
 NAMED = 5
 """Definitions or rows that a message names; more are counted."""
 _VALUES = "<values of "
+_first_values: WeakKeyDictionary[object, Mapping[str, str]] = WeakKeyDictionary()
+"""The values of what functions made, as this process first saw them: an env may count its episodes in one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +84,7 @@ def code_of(config: RunConfig, content: Content) -> CodeRecord:
     for kind in kinds:  # of a notebook or script
         if getattr(kind, "__module__", "") == "__main__" and (text := _source(kind)):
             texts[f"<{getattr(kind, '__qualname__', kind)}>"] = text
-    made = {f"{_VALUES}{_name(kind)}>": values for kind in kinds if (values := _values(kind))}
-    return CodeRecord(_all_definitions(texts) | made, texts)
+    return CodeRecord(_all_definitions(texts) | _all_values(kinds), texts)
 
 
 def code_changes(old: CodeRecord, new: CodeRecord) -> list[str]:
@@ -153,17 +155,30 @@ def _name(found: object) -> str:
     return str(getattr(found, "__qualname__", ""))
 
 
-def _values(found: object) -> dict[str, str]:
+def _all_values(kinds: Iterable[object]) -> dict[str, Mapping[str, str]]:
+    """The values of what functions made, by its name, which the results of one function share."""
+    digests: dict[str, dict[str, set[str]]] = {}
+    for kind in kinds:
+        if "<locals>" not in (name := _name(kind)):
+            continue
+        made = getattr(kind, "__func__", kind)
+        if made not in _first_values:
+            _first_values[made] = _values(made)
+        for part, digest in _first_values[made].items():
+            digests.setdefault(f"{_VALUES}{name}>", {}).setdefault(part, set()).add(digest)
+    return {
+        name: {part: " ".join(sorted(each)) for part, each in parts.items()} for name, parts in digests.items()
+    }
+
+
+def _values(found: object) -> Mapping[str, str]:
     """By name, the digest of each value that the call of a function gave what it made: a class or a function.
 
-    Those that cannot change: variables that methods read from the call, and attributes.
+    Of variables that methods read from the call, and of attributes.
     """
-    if "<locals>" not in _name(found):
-        return {}
     values: dict[str, object] = {}
     for name, member in vars(found).items() if isinstance(found, type) else [("", found)]:
-        function = _function(member)
-        if inspect.isfunction(function):
+        if inspect.isfunction(function := _function(member)):
             with suppress(ValueError):  # a variable has no value yet
                 values |= inspect.getclosurevars(function).nonlocals
         elif not name.startswith("__"):
@@ -173,7 +188,13 @@ def _values(found: object) -> dict[str, str]:
 
 def _function(member: Any) -> Any:
     """The function of a method, also of a property or class method; anything else itself."""
-    return inspect.unwrap(getattr(member, "__func__", getattr(member, "fget", None) or member))
+    if isinstance(member, classmethod | staticmethod):
+        member = member.__func__
+    elif isinstance(member, property):
+        member = member.fget
+    with suppress(Exception):  # of objects that answer to every name, `__wrapped__` too
+        return inspect.unwrap(member)
+    return member
 
 
 def _is_constant(value: object) -> bool:

@@ -328,6 +328,24 @@ def test_an_env_that_a_function_made_with_other_values_is_other_code_in_another_
         assert len(server.requests) == 1
 
 
+def test_an_env_that_a_function_made_may_count_its_episodes():
+    def made() -> type[Echo]:
+        class Counting(Echo):
+            episodes = 0
+
+            def setup(self, number: int) -> str:
+                Counting.episodes += 1
+                return ""
+
+        return Counting
+
+    env = made()
+    with serving(Server(guess)) as server:
+        for _ in range(2):
+            assert agentrl.evaluate(env=env, base_url=server.url, model="m", tasks=1).lost == 0
+    assert env.episodes == 1  # type: ignore[attr-defined]
+
+
 def test_a_policy_is_the_same_however_its_path_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = tmp_path / "models" / "m"
     folder.mkdir(parents=True)

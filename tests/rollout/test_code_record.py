@@ -8,12 +8,20 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import call
 
 import pytest
 
 from agentrl.config.run import RunConfig
 from agentrl.importing import name_object
-from agentrl.rollout.code_record import CodeRecord, _all_definitions, code_changes, code_of, row_changes
+from agentrl.rollout.code_record import (
+    CodeRecord,
+    _all_definitions,
+    _all_values,
+    code_changes,
+    code_of,
+    row_changes,
+)
 from agentrl.rollout.content import load_content
 from agentrl.run_folder.task_digests import MOST, MOST_GENERATED
 from tests.trainer.test_changed_runs import ENV
@@ -171,6 +179,25 @@ def test_records_of_earlier_versions_have_no_values_of_functions():
     new = CodeRecord({"<values of make.<locals>.Made>": {"said": "1"}})
     assert code_changes(CodeRecord({}), new) == []
     assert code_changes(new, CodeRecord({})) == ["<values of make.<locals>.Made>: no longer used"]
+
+
+def test_values_of_functions_are_of_all_that_they_made_when_it_was_first_seen():
+    def made(price: int) -> Any:
+        class Made:
+            sold = 0
+            any_name = call  # answers to `__func__` and `__wrapped__`
+
+            def buy(self) -> int:
+                return price
+
+        return Made
+
+    one, two = made(1), made(2)
+    before = _all_values([one, two])
+    assert [list(values) for values in before.values()] == [["sold", "price"]]
+    one.sold += 1
+    assert _all_values([two, one]) == before, "in any order, and an env may count"
+    assert _all_values([made(3), two]) != before != _all_values([one, made(3)])
 
 
 def test_a_record_of_more_generated_tasks_says_nothing_about_their_number():
