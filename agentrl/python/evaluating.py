@@ -379,7 +379,7 @@ def _configuration(
         return config
     folder = policy_folder(policy)
     if (trainer := trained_by(folder)) is None:
-        model = ModelConfig(path=str(folder.absolute()))
+        model = ModelConfig(path=os.path.realpath(folder))
     else:
         model = load_sampling_config(trainer / "config.yaml", (), check_paths=False).model
     return config.model_copy(update={"model": model})

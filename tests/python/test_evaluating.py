@@ -25,6 +25,7 @@ from agentrl.errors import ConfigError
 from agentrl.eval.evaluate import EvalOptions, _claim, default_folder, make_spec
 from agentrl.eval.result import EvalSpec
 from agentrl.eval.target import find
+from agentrl.python.evaluating import _find
 from agentrl.run_folder.lock import lock_folder
 from agentrl.run_folder.store import RunStore
 from agentrl.types import Task
@@ -361,6 +362,8 @@ def test_a_policy_is_the_same_however_its_path_is_written(tmp_path: Path, monkey
     for target in (str(folder), "models/../models/m", "link", f"{tmp_path}/link"):
         other, same, _ = found(target)
         assert (other, same.digest) == (first, spec.digest), target
+    paths = {_find(name, {"env": Calculator}, (), None)[1].model.path for name in ("models/m", "link")}
+    assert paths == {str(folder)}
     monkeypatch.chdir(folder.parent)
     assert found("m")[0].name == first.name
     with RunStore.open(config, first) as store:
