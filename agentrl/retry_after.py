@@ -17,12 +17,27 @@ def retry_after(error: BaseException) -> float:
     Returns:
         At most `LONGEST_S`; 0 if the server does not ask to wait, or asks to wait longer than that.
     """
+    seconds = asked_wait(error)
+    return seconds if seconds <= LONGEST_S else 0.0
+
+
+def asked_wait(error: BaseException) -> float:
+    """The seconds that the server asks to wait, however many; 0 if it does not ask."""
     response = getattr(error, "response", None)
     headers: Mapping[str, str] = getattr(response, "headers", {})
-    value = headers.get("retry-after", "")
-    try:
-        seconds = float(value)
-    except ValueError:
-        when = email.utils.parsedate_tz(value)
-        seconds = email.utils.mktime_tz(when) - time.time() if when else 0.0
-    return seconds if math.isfinite(seconds) and 0 < seconds <= LONGEST_S else 0.0
+    for name, read in (("retry-after-ms", _milliseconds), ("retry-after", float), ("retry-after", _until)):
+        try:
+            seconds = read(headers.get(name, ""))
+        except (ValueError, TypeError, OverflowError):
+            continue
+        return seconds if math.isfinite(seconds) and seconds > 0 else 0.0
+    return 0.0
+
+
+def _milliseconds(text: str) -> float:
+    return float(text) / 1000  # the header of OpenAI's servers
+
+
+def _until(date: str) -> float:
+    when = email.utils.parsedate_tz(date)
+    return email.utils.mktime_tz(when) - time.time() if when else 0.0

@@ -1,8 +1,9 @@
 """Chat with any OpenAI-compatible endpoint, for policies whose tokens are not available.
 
-Temporary failures (connection, 408, 409, 429, 5xx) are retried, after `Retry-After` if the endpoint sends it.
-Remaining failures are the endpoint's fault, never the policy's: an `EngineError`. A request that cannot succeed on
-retry (wrong key, unknown model, a parameter that the model refuses) is for the user to fix: a `ConfigError`.
+Temporary failures (connection, 408, 409, 429, 5xx) are retried, after `Retry-After` if the endpoint sends it and
+asks for ten minutes at most. Remaining failures are the endpoint's fault, never the policy's: an `EngineError`. A
+request that cannot succeed on retry (wrong key, unknown model, a parameter that the model refuses) is for the user
+to fix: a `ConfigError`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from agentrl.chat.messages import MessageFormatError, read_message, write_message
 from agentrl.config.address import address_problem, without_credentials
 from agentrl.errors import ConfigError, EngineError
-from agentrl.retry_after import retry_after
+from agentrl.retry_after import LONGEST_S, asked_wait
 from agentrl.types import Message
 
 Tools = Sequence[Mapping[str, object]]
@@ -147,9 +148,10 @@ class ChatClient:
             try:
                 return await self._client.chat.completions.create(**body)
             except openai.APIError as e:
-                if attempt == self.endpoint.retries or not _temporary(e):
+                wait_s = asked_wait(e)
+                if attempt == self.endpoint.retries or not _temporary(e) or wait_s > LONGEST_S:
                     raise
-                await asyncio.sleep(retry_after(e) or min(0.5 * 2**attempt, 8.0) * random.uniform(0.75, 1.0))
+                await asyncio.sleep(wait_s or 0.5 * 2 ** min(attempt, 4) * random.uniform(0.75, 1.0))
         raise AssertionError
 
     def _refused(self, e: Any, temperature: float) -> Exception:
