@@ -180,14 +180,17 @@ def _sign_flip(differences: np.ndarray) -> tuple[float, bool]:
     observed = abs(float(differences.sum()))
     if len(sizes) == 0:
         return 1.0, True
+    units = sizes / sizes.min()
+    whole = np.rint(units)
+    common = units.sum() < 2**53 and np.allclose(units, whole, rtol=0.0, atol=1e-6)
+    if common:  # equal sums are equal, also of numbers that had 32 bits
+        sizes, observed = whole, float(round(observed / float(sizes.min())))
     least = observed - ROUNDING * float(sizes.sum())
     if len(sizes) <= FEW:
         negative = np.arange(1 << len(sizes))[:, None] >> np.arange(len(sizes)) & 1
         return float((np.abs((1 - 2 * negative) @ sizes) >= least).mean()), True
-    units = sizes / sizes.min()
-    whole = np.rint(units)
-    if np.allclose(units, whole, rtol=0.0, atol=1e-6) and whole.sum() * len(sizes) <= 50_000_000:
-        return _count_flips(whole.astype(int), round(observed / float(sizes.min()))), True
+    if common and sizes.sum() * len(sizes) <= 50_000_000:
+        return _count_flips(sizes.astype(int), int(observed)), True
     rng, hits, done = np.random.default_rng(0), 0, 0
     rows = max(1, 2_000_000 // len(sizes))
     while done < FLIPS:

@@ -125,6 +125,12 @@ class TestPaired:
         assert found.exact
         assert found.p == sum(total >= abs(sum(differences)) - 1e-9 for total in sums) / len(sums)
 
+    def test_the_numbers_of_a_few_tasks_may_have_had_32_bits(self):
+        a, b = [1, 2, 3, 4, 5, 6, 7, 8], [2, 3, 4, 5, 6, 5, 6, 7]
+        rounded = [[float(np.float32(n / 10)) for n in each] for each in (a, b)]
+        assert paired(*rounded).p == paired(a, b).p == 0.7265625
+        assert paired([0.0] * 3, [1e-300, 1.0, 1.0]).p == 0.5
+
     def test_whole_differences_of_many_tasks_are_counted_exactly(self):
         differences = [0.25, -0.25] * 6 + [0.5] * 6  # multiples of the smallest: 12 of one, 6 of two
         sums = [
