@@ -108,11 +108,8 @@ class Signature:
             raise
         except (Exception, SystemExit) as e:  # code of a type, like __post_init__, which met this value
             raise InvalidArguments(f"args: refused by their type: {type(e).__name__}: {e}") from None
-        try:
-            json.dumps(dict(arguments), allow_nan=False)
-        except ValueError:  # some types take any number: object, models of pydantic
-            raise InvalidArguments("args: each number must be a finite number, got NaN or Infinity") from None
-        if wrong := list(mistaken(self.schema, json.loads(text), self.schema)):
+        data = json.loads(text, parse_constant=_refuse_constant)  # some types take NaN: object, models of pydantic
+        if wrong := list(mistaken(self.schema, data, self.schema)):
             raise InvalidArguments("; ".join(f"{path}: expected {one}, got {got!r}" for path, one, got in wrong))
         return converted
 
@@ -128,6 +125,10 @@ class Signature:
             for location in wholes:
                 _write_integer(data, location)
             return self.adapter.validate_json(json.dumps(data), strict=True)
+
+
+def _refuse_constant(name: str) -> None:
+    raise InvalidArguments(f"args: each number must be a finite number, got {name}")
 
 
 def _is_whole(value: object) -> bool:
