@@ -80,15 +80,15 @@ class TestSynchronous:
     def test_each_env_has_its_own_number_of_replacements(self):
         samplers = {name: TaskSampler([Task(f"{name}{i}", env=name) for i in range(9)]) for name in "ab"}
         mixed = MixedSampler(samplers, {"a": 1.0, "b": 1.0})
-        admission = Admission(mixed, groups_per_step=2, last_step=6, refill={"a": 1, "b": 0})
+        admission = Admission(mixed, groups_per_step=2, last_step=6, refill={"a": 0, "b": 1})
         for ticket in admission.admit(0):
             complete(ticket, 0.0, 0.0)
         assert admission.form() is None
         (ticket,) = admission.admit(0)
         complete(ticket)
         batch = admission.form()
-        assert sorted(played(batch)) == ["a1", "b0"]
-        assert [g.task.id for g in batch.aside] == ["a0"]
+        assert sorted(played(batch)) == ["a0", "b1"]
+        assert [g.task.id for g in batch.aside] == ["b0"]
 
     def test_the_result_of_a_group_is_reported_once(self):
         sampler = TaskSampler(TASKS[:1], order="weighted", window=4)
