@@ -182,13 +182,13 @@ def test_records_of_earlier_versions_have_no_values_of_functions():
 
 
 def test_values_of_functions_are_of_all_that_they_made_when_it_was_first_seen():
-    def made(price: int) -> Any:
+    def made(price: int, address: str = "http://127.0.0.1:8000") -> Any:
         class Made:
             sold = 0
             any_name = call  # answers to `__func__` and `__wrapped__`
 
-            def buy(self) -> int:
-                return price
+            def buy(self) -> object:
+                return price, address
 
         return Made
 
@@ -197,6 +197,7 @@ def test_values_of_functions_are_of_all_that_they_made_when_it_was_first_seen():
     assert [list(values) for values in before.values()] == [["sold", "price"]]
     one.sold += 1
     assert _all_values([two, one]) == before, "in any order, and an env may count"
+    assert _all_values([made(1, "/tmp/shop"), two]) == before, "paths and addresses may differ"
     assert _all_values([made(3), two]) != before != _all_values([one, made(3)])
 
 
