@@ -116,7 +116,7 @@ def training_rows(groups: Sequence[Group], config: RunSettings | None = None) ->
 
 async def _play(asked: Rollouts) -> AsyncIterator[Group]:
     from agentrl.torch_threads import one_after_fork
-    from agentrl.trainer.samples import penalised
+    from agentrl.trainer.samples import penalized
 
     one_after_fork()
     async with contextlib.AsyncExitStack() as stack:
@@ -134,7 +134,7 @@ async def _play(asked: Rollouts) -> AsyncIterator[Group]:
             for number in waiting:
                 ((_, task),) = source.take(1)
                 group = await groups.play(task, asked.split, number)
-                queue.put_nowait(penalised([group], penalty)[0] if penalty else group)
+                queue.put_nowait(penalized([group], penalty)[0] if penalty else group)
 
         async def everything() -> None:
             try:

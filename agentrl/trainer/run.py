@@ -60,7 +60,7 @@ from agentrl.trainer.logging import logging, rewind
 from agentrl.trainer.loop import train
 from agentrl.trainer.rewardless import RewardWatch
 from agentrl.trainer.room import too_long
-from agentrl.trainer.samples import penalised
+from agentrl.trainer.samples import penalized
 from agentrl.trainer.save import Checkpoints, resume
 from agentrl.trainer.signals import StoppedEarly, StopRequest, stop_requested, unless_stopped
 from agentrl.trainer.start import make_learner, make_room, make_start, sent_weights
@@ -435,7 +435,7 @@ def _scheduler(setting: _Setting, player: GroupsByEnv, admission: Admission, eng
     rollout = setting.config.rollout
 
     def less_overlong(group: Group) -> Group:
-        return penalised([group], rollout.overlong_penalty)[0]
+        return penalized([group], rollout.overlong_penalty)[0]
 
     return Scheduler(
         player,

@@ -60,7 +60,7 @@ class TrainingRows(StepRows):
     by_segment: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
 
-def penalised(groups: Sequence[Group], penalty: float) -> list[Group]:
+def penalized(groups: Sequence[Group], penalty: float) -> list[Group]:
     """The same groups with `penalty` subtracted from the rewards of truncated episodes, as part `overlong`."""
 
     def judged(episode: Episode) -> Episode:

@@ -299,9 +299,9 @@ def test_a_part_that_an_episode_lacked_counts_as_0_in_the_mean(capsys: pytest.Ca
 def test_the_penalty_of_cut_episodes_is_that_of_the_step():
     run = make_run()
     config = load_config(run / "config.yaml", check_paths=False)
-    penalised = config.rollout.model_copy(update={"overlong": "penalise", "overlong_penalty": 0.25})
+    penalized = config.rollout.model_copy(update={"overlong": "penalise", "overlong_penalty": 0.25})
     (run / "configs").mkdir()
-    dumped = dump_config(config.model_copy(update={"rollout": penalised}))
+    dumped = dump_config(config.model_copy(update={"rollout": penalized}))
     (run / "configs/to-step-1.yaml").write_text(dumped)  # later steps have none
 
     def cut(episode: Episode) -> Episode:

@@ -18,7 +18,7 @@ from transformers import AutoModelForTokenClassification, PreTrainedModel
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.trainer.algorithm import Algorithm
-from agentrl.trainer.samples import Scores, penalised
+from agentrl.trainer.samples import Scores, penalized
 from agentrl.types import Episode, Group, Message, Sample, Segment, StopReason, Task, Turn
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import (
@@ -261,7 +261,7 @@ def test_overlong(small_dir: Path, overlong: str):
     episodes = [whole[0], *(replace(e, stop_reason=StopReason.MAX_TURNS) for e in whole[1:3]), whole[3]]
     groups = [Group(Task("t"), tuple(episodes))]
     if overlong == "penalise":
-        groups, rewards = penalised(groups, 0.25), (1.0, 0.25, -0.25, 0.0)
+        groups, rewards = penalized(groups, 0.25), (1.0, 0.25, -0.25, 0.0)
     found = step_gradient(small_dir, groups, overlong=overlong)
     kept = [0, 3] if overlong == "mask" else [0, 1, 2, 3]
     advantages = standardized(list(rewards))

@@ -21,7 +21,7 @@ from agentrl.rollout.rewards.model import RewardModel
 from agentrl.run_folder.redraws import RedrawGuard
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import say
-from agentrl.trainer.samples import penalised, to_records, to_samples
+from agentrl.trainer.samples import penalized, to_records, to_samples
 from agentrl.types import Episode, Message, Sampling, StopReason, Task
 
 
@@ -56,7 +56,7 @@ async def test_a_greedy_episode_is_compared_with_and_does_not_train(renderer: Re
     assert scores.greedy == [0.0] * 3
     cut = GroupPlayer(player(renderer, "yes"), 1, 0, greedy=player(renderer, "no"))
     late = await cut.play(Task("t"), "s1", 0)
-    (less,) = penalised([replace(late, greedy=replace(late.greedy, stop_reason=StopReason.TIMEOUT))], 0.5)
+    (less,) = penalized([replace(late, greedy=replace(late.greedy, stop_reason=StopReason.TIMEOUT))], 0.5)
     assert less.greedy.reward == -0.5
 
 

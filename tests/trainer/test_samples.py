@@ -19,7 +19,7 @@ from agentrl.rollout.episode_metrics import episode_metrics
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.trainer.algorithm import Algorithm
 from agentrl.trainer.estimator import check_penalties, check_weights
-from agentrl.trainer.samples import episode_samples, own_segments, penalised, segment_turns, to_records
+from agentrl.trainer.samples import episode_samples, own_segments, penalized, segment_turns, to_records
 from agentrl.types import LIMITS, Episode, Group, Message, Sample, Segment, StopReason, Task, Turn
 
 BOXED = """
@@ -178,7 +178,7 @@ def test_opo_weighs_a_masked_episode_by_its_own_length(failed: dict[str, float])
 @pytest.mark.parametrize("stop", list(StopReason))
 def test_penalised_overlong_episodes_lose_reward_before_the_comparison(stop: StopReason):
     cut = Group(Task("t"), (episode("cut", 1.0, stop=stop, rewards={"solved": 1.0}), episode("whole", 1.0)))
-    less = penalised([cut], 0.25)
+    less = penalized([cut], 0.25)
     samples, _ = to_samples(less, algorithm("dr_grpo"), overlong="penalise", step=1)
     metrics = episode_metrics(less)
     if stop in LIMITS:
@@ -193,7 +193,7 @@ def test_penalised_overlong_episodes_lose_reward_before_the_comparison(stop: Sto
 
 def test_the_penalty_is_added_to_a_reward_of_the_env_with_its_name():
     cut = episode("cut", 0.5, stop=StopReason.TIMEOUT, rewards={"overlong": -0.5, "solved": 1.0})
-    (group,) = penalised([Group(Task("t"), (cut,))], 0.25)
+    (group,) = penalized([Group(Task("t"), (cut,))], 0.25)
     assert (group.episodes[0].reward, group.episodes[0].rewards["overlong"]) == (0.25, -0.75)
 
 
@@ -231,7 +231,7 @@ def test_gdpo_gives_nothing_for_turns_before_the_env_was_broken(stop: StopReason
 
 def test_gdpo_counts_an_overlong_penalty_that_only_some_have():
     cut = episode("cut", 1.0, stop=StopReason.MAX_TURNS, rewards={"solved": 1.0})
-    pair = penalised([Group(Task("t"), (cut, episode("whole", 1.0, rewards={"solved": 1.0})))], 0.25)
+    pair = penalized([Group(Task("t"), (cut, episode("whole", 1.0, rewards={"solved": 1.0})))], 0.25)
     weighed = AlgorithmConfig(advantage={"name": "gdpo", "weights": {"overlong": 2.0, "turns": 1.0}})
     gdpo = Algorithm(weighed, overlong="penalise")
     found = gdpo.advantages(gdpo.rows(pair)).samples
