@@ -9,9 +9,10 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, get_origin
 
 from agentrl.errors import ConfigError
@@ -64,44 +65,56 @@ def _may_replace(old: object, new: object) -> bool:
         return _may_replace(old.func, new.func) and _equal([old.args, old.keywords], [new.args, new.keywords])
     code = getattr(new, "__code__", None)
     if code is not None and getattr(old, "__code__", None) is code:  # two results of one function
-        return _equal(_closure(old), _closure(new))
+        return _equal(values_of(old), values_of(new))
     same = getattr(old, "__qualname__", "") == getattr(new, "__qualname__", None)
     if same and isinstance(old, type) and isinstance(new, type) and "<locals>" in new.__qualname__:
         if _code(old) != _code(new):
             return True
         bases = old.__bases__, new.__bases__
-        return (
-            _equal(_values(old), _values(new)) and len({*map(len, bases)}) == 1 and all(map(_may_replace, *bases))
-        )
+        alike = _equal(values_of(old), values_of(new))
+        return alike and len({*map(len, bases)}) == 1 and all(map(_may_replace, *bases))
     return same and "<lambda>" not in getattr(new, "__qualname__", "")
 
 
-def _closure(function: object) -> list[object]:
-    """The variables that a function reads from the call that made it."""
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    cells = getattr(function, "__closure__", None) or ()
-    return [cell for name, cell in zip(names, cells, strict=False) if name != "__class__"]  # of super()
+def function_of(member: Any) -> Any:
+    """The function of a method, also of a property or class method; anything else itself."""
+    if isinstance(member, classmethod | staticmethod):
+        return member.__func__
+    return member.fget if isinstance(member, property) else member
+
+
+def values_of(made: object) -> dict[str, object]:
+    """By name, what the call of a function gave a class or function that it made.
+
+    These are the attributes of the class, and the variables of the call that the code reads.
+    """
+    values: dict[str, object] = {}
+    for name, item in _members(made).items() if isinstance(made, type) else [("", made)]:
+        if not isinstance(item, FunctionType):
+            values[name] = item
+        while isinstance(item, FunctionType):  # what decorates it, then what it decorates
+            for variable, cell in zip(item.__code__.co_freevars, item.__closure__ or (), strict=True):
+                if variable != "__class__":  # of super()
+                    with suppress(ValueError):  # it has no value yet
+                        values[variable] = cell.cell_contents
+            item = getattr(item, "__wrapped__", None)
+    return values
 
 
 def _members(kind: type) -> dict[str, object]:
-    """The methods and attributes of a class; the functions inside of what `classmethod` and `property` return."""
+    """The attributes of a class, and the functions of its methods."""
     return {
-        name: getattr(item, "__func__", None) or getattr(item, "fget", None) or item
+        name: function_of(item)
         for name, item in vars(kind).items()
         if name != "_abc_impl" and (callable(item) or not name.startswith("__"))
     }
 
 
 def _code(kind: type) -> list[object]:
-    return [getattr(item, "__code__", None) for item in _members(kind).values()]
+    return [item.__code__ if isinstance(item, FunctionType) else None for item in _members(kind).values()]
 
 
-def _values(kind: type) -> list[object]:
-    """What differs between classes that one function makes: attributes, and the closures of methods."""
-    return [_closure(item) if hasattr(item, "__code__") else item for item in _members(kind).values()]
-
-
-def _equal(one: list[object], other: list[object]) -> bool:
+def _equal(one: object, other: object) -> bool:
     try:
         return bool(one == other)
     except Exception:  # of arrays, for example

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import json
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from agentrl.config.facts import NamesCode, facts
@@ -20,7 +18,7 @@ from agentrl.config.run import RunConfig
 from agentrl.config.schema import fields
 from agentrl.config.schemes import scheme_of
 from agentrl.errors import CheckpointError, ConfigError
-from agentrl.importing import load_object
+from agentrl.importing import function_of, load_object, values_of
 from agentrl.rollout.content import Content
 from agentrl.rollout.source_files import module_file, source_names, with_imports
 from agentrl.run_folder.files import read_bounded
@@ -163,38 +161,13 @@ def _all_values(kinds: Iterable[object]) -> dict[str, Mapping[str, str]]:
             continue
         made = getattr(kind, "__func__", kind)
         if made not in _first_values:
-            _first_values[made] = _values(made)
+            values = values_of(made).items()
+            _first_values[made] = {part: _digest(repr(value)) for part, value in values if _is_constant(value)}
         for part, digest in _first_values[made].items():
             digests.setdefault(f"{_VALUES}{name}>", {}).setdefault(part, set()).add(digest)
     return {
         name: {part: " ".join(sorted(each)) for part, each in parts.items()} for name, parts in digests.items()
     }
-
-
-def _values(found: object) -> Mapping[str, str]:
-    """By name, the digest of each value that the call of a function gave what it made: a class or a function.
-
-    Of variables that methods read from the call, and of attributes.
-    """
-    values: dict[str, object] = {}
-    for name, member in vars(found).items() if isinstance(found, type) else [("", found)]:
-        if inspect.isfunction(function := _function(member)):
-            with suppress(ValueError):  # a variable has no value yet
-                values |= inspect.getclosurevars(function).nonlocals
-        elif not name.startswith("__"):
-            values[name] = member
-    return {name: _digest(repr(value)) for name, value in values.items() if _is_constant(value)}
-
-
-def _function(member: Any) -> Any:
-    """The function of a method, also of a property or class method; anything else itself."""
-    if isinstance(member, classmethod | staticmethod):
-        member = member.__func__
-    elif isinstance(member, property):
-        member = member.fget
-    with suppress(Exception):  # of objects that answer to every name, `__wrapped__` too
-        return inspect.unwrap(member)
-    return member
 
 
 def _is_constant(value: object) -> bool:
@@ -211,9 +184,8 @@ def _source(found: object) -> str:
         return source_of(found)
     texts = []
     for member in vars(found).values() if isinstance(found, type) else ():
-        function = _function(member)
-        with suppress(OSError, TypeError):
-            texts.append(textwrap.indent(textwrap.dedent(source_of(function)), "    "))
+        with suppress(OSError, TypeError, ValueError):  # ValueError: it answers to every name, `__wrapped__` too
+            texts.append(textwrap.indent(textwrap.dedent(source_of(function_of(member))), "    "))
     return "\n".join([f"class {found.__name__}:", *texts]) if isinstance(found, type) and texts else ""
 
 

@@ -26,6 +26,7 @@ def mistaken(
     if branches := [one for key in ("anyOf", "oneOf") for one in schema.get(key, ()) if _fits(one, value, root)]:
         found = [next(mistaken(branch, value, root, path), None) for branch in branches]
         others = [str(branch.get("type")) for branch, one in zip(branches, found, strict=True) if one is None]
+        # A branch without a type takes anything.
         kinds = {"boolean", "None"} if isinstance(value, bool) else {"integer", "number", "None"}
         wrong = [one for one in found if one is not None]
         if wrong and (not others or (isinstance(value, int | float) and kinds.isdisjoint(others))):
