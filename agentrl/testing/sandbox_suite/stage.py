@@ -19,6 +19,8 @@ from agentrl.sandbox.pool import SandboxPool
 from agentrl.scratch import ScratchFolder
 
 Kind = Literal["conformance", "hostile", "sabotage", "fidelity", "chaos"]
+LATE_S = 4.0
+"""How late a call may return: a busy machine can cost it seconds, and what would hold it lasts longer."""
 
 
 class Unseen(Exception):
