@@ -452,6 +452,11 @@ def _check_step(config: RunConfig) -> None:
     for name, view in config.by_env.items():
         inherited = name in config.envs and config.envs[name].rollout.refill_zero_signal is None
         _check_refill(view, name, f"set envs.{name}.rollout.refill_zero_signal to 0" if inherited else "remove it")
+    if rollout.group_filter and not any(view.rollout.refill_zero_signal for view in config.by_env.values()):
+        raise ValueError(
+            "rollout.group_filter has no effect while rollout.refill_zero_signal is 0: set it to the number of "
+            "groups per step that may be replaced"
+        )
     if "warmup_steps" in config.optim.written and config.optim.warmup_steps > config.steps:
         raise ValueError(
             f"optim.warmup_steps is {config.optim.warmup_steps}, and the run has {config.steps} steps: the "

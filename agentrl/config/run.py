@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from agentrl.algo.advantages import ESTIMATORS
 from agentrl.algo.parameters import Named
 from agentrl.config.address import hide_credentials
 from agentrl.config.agreement import check_sections, check_sequence_ranks
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
-from agentrl.config.choice import OneOf, OwnFunction, choice_of
+from agentrl.config.choice import OneOf, OwnFunction, choice_of, is_own
 from agentrl.config.compact import CompactConfig
 from agentrl.config.engine import EngineConfig
 from agentrl.config.eval_config import EvalConfig
@@ -34,6 +34,7 @@ from agentrl.config.place import Places
 from agentrl.config.reward_model import RewardModelConfig
 from agentrl.config.section import COLDEST, HOTTEST, Count, Device, Fraction, Positive, Section
 from agentrl.config.teacher import TeacherConfig, TeacherOfEnv
+from agentrl.suggest import did_you_mean
 
 
 class TinyModel(Section):
@@ -167,15 +168,31 @@ class AgentConfig(Section):
         return self
 
 
+ORDERS = ("sequential", "shuffled", "weighted")
+
+
 class SamplerConfig(Section):
     """The order of tasks. The sampler's state is saved in every checkpoint."""
 
-    order: Literal["sequential", "shuffled", "weighted"] = "sequential"
-    """In order, in a new random order each epoch, or at random with weights from recent solve rates."""
+    order: Annotated[str, NamesCode("class", or_word=True)] = "sequential"
+    """`sequential`: in order; `shuffled`: in a new random order each epoch; `weighted`: at random, with weights
+    from recent solve rates; `module:Class` or `path/to/file.py:Class`: in an order of your own. See
+    docs/environments.md#order."""
+    options: Annotated[dict[str, Any], NeverWhen("order", *ORDERS), Advanced()] = Field(default_factory=dict)
+    """Keyword arguments of your own order."""
     window: Annotated[Positive, OnlyWhen("order", "weighted"), Advanced()] = 8
     """Number of recent groups of a task that its solve rate is averaged over."""
     floor: Annotated[float, Field(gt=0, le=1), OnlyWhen("order", "weighted"), Advanced()] = 0.1
     """Weight of a task that is always or never solved; a task solved half the time has weight 1."""
+
+    @field_validator("order")
+    @classmethod
+    def _known_order(cls, order: str) -> str:
+        if order in ORDERS or is_own(order):
+            return order
+        near = did_you_mean(order, ORDERS, cutoff=0.5)
+        hint = f"; {near}" if near else ""
+        raise ValueError(f"must be one of {', '.join(ORDERS)}, or `module:Class`, got {order!r}{hint}")
 
 
 class DataConfig(Section):
@@ -281,6 +298,9 @@ class RolloutConfig(Section):
     """Subtracted from the reward of such an episode; logged as the reward `overlong`."""
     refill_zero_signal: Annotated[Count, UnusedBy("eval")] = 0
     """Maximum number of zero-variance groups per step that are replaced by new ones."""
+    group_filter: Annotated[str | None, NamesCode("function"), UnusedBy("eval"), Advanced()] = None
+    """A function of your own that returns False for groups that must not train, `module:function` or
+    `path/to/file.py:function`: `refill_zero_signal` replaces them, too. See docs/rollouts.md."""
     env_shares: Annotated[Literal["fixed", "solve_rate"], OnlyWith("envs"), UnusedBy("eval")] = "fixed"
     """Keep the shares of the envs, or weigh them by recent solve rates: an env solved half the time has its full
     weight, one that is always or never solved a tenth of it."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from agentrl.env.permutation import Permutation
-from agentrl.types import Task
+from agentrl.env.solved import solve_rate
+from agentrl.types import Group, Task
 
 MOST_SHUFFLED = 1 << 17
 """The order of more tasks is computed position by position: shuffling a million takes most of a second."""
@@ -29,7 +30,7 @@ class TaskSampler:
 
     tasks: Sequence[Task]
     seed: int = 0
-    order: Literal["sequential", "shuffled", "weighted"] = "sequential"
+    order: str = "sequential"
     window: int = 8
     floor: float = 0.1
     _drawn: int = 0
@@ -64,10 +65,14 @@ class TaskSampler:
             found.append((position, self.tasks[position]))
         return found
 
-    def report(self, position: int, solved: float) -> None:
-        """Record the solve rate (0 to 1) of one group on the task at `position`."""
+    def report(self, position: int, group: Group) -> None:
+        """Record the solve rate of one group on the task at `position`.
+
+        Raises:
+            ConfigError: nothing declares when its episodes are solved.
+        """
         recent = self._results.setdefault(position, [])
-        recent.append(min(1.0, max(0.0, solved)))
+        recent.append(solve_rate(group, "data.sampler.order: weighted"))
         del recent[: -self.window]
 
     def weight(self, position: int) -> float:

@@ -7,7 +7,9 @@ from fractions import Fraction
 from typing import Any, Protocol
 
 from agentrl.env.curriculum import TaskSampler
-from agentrl.types import Task
+from agentrl.env.own_sampler import OwnSampler
+from agentrl.env.solved import solve_rate
+from agentrl.types import Group, Task
 
 WINDOW = 64
 """Number of recent groups of an env that its solve rate is averaged over."""
@@ -17,7 +19,7 @@ _GRAIN = 1_000_000
 
 
 class TaskSource(Protocol):
-    """Where a run's tasks come from: one env (`TaskSampler`) or several (`MixedSampler`)."""
+    """Where a run's tasks come from: one env (`TaskSampler`, `OwnSampler`) or several (`MixedSampler`)."""
 
     @property
     def rated(self) -> bool:
@@ -36,8 +38,8 @@ class TaskSource(Protocol):
         """The next task of the same env, in place of the one at `position`."""
         ...
 
-    def report(self, position: int, solved: float) -> None:
-        """Record the solve rate of one group."""
+    def report(self, position: int, group: Group) -> None:
+        """Record how the group on the task at a position ended."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -64,7 +66,11 @@ class MixedSampler:
     """
 
     def __init__(
-        self, samplers: Mapping[str, TaskSampler], shares: Mapping[str, float], *, by_solve_rate: bool = False
+        self,
+        samplers: Mapping[str, TaskSampler | OwnSampler],
+        shares: Mapping[str, float],
+        *,
+        by_solve_rate: bool = False,
     ) -> None:
         self.samplers, self.by_solve_rate = dict(samplers), by_solve_rate
         self._names = list(self.samplers)
@@ -90,14 +96,18 @@ class MixedSampler:
         own, env = divmod(position, len(self._names))
         return self.samplers[self._names[env]].task(own)
 
-    def report(self, position: int, solved: float) -> None:
-        """Record the solve rate of one group."""
+    def report(self, position: int, group: Group) -> None:
+        """Record how the group on the task at a position ended.
+
+        Raises:
+            ConfigError: a solve rate is needed, and nothing declares when an episode is solved.
+        """
         own, env = divmod(position, len(self._names))
         name = self._names[env]
         if self.samplers[name].rated:
-            self.samplers[name].report(own, solved)
+            self.samplers[name].report(own, group)
         if self.by_solve_rate:
-            self._results[name].append(solved)
+            self._results[name].append(solve_rate(group, "rollout.env_shares: solve_rate"))
             del self._results[name][:-WINDOW]
 
     def shares(self) -> dict[str, float]:

@@ -13,11 +13,12 @@ Otherwise nothing is declared. Parts are compared before their weight; True is 1
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.errors import ConfigError, JudgeError
+from agentrl.types import Group, StopReason
 
 SolvedAt = float | Mapping[str, float] | None
 NOT_DECLARED = "not declared (mark a reward with @reward(solved=True), or set env.solved_at)"
@@ -93,6 +94,29 @@ def rule_of(at: SolvedAt, source: str) -> SolvedRule | None:
             raise ConfigError(f"{source}: name at least one reward, or give a number for their total")
         return SolvedRule(source, dict(at))
     return SolvedRule(source, total=float(at))
+
+
+def undeclared(groups: Sequence[Group]) -> bool:
+    """Whether nothing declares what is solved, as far as these episodes show: one with a fault, or whose sandbox
+    the policy broke, may lack the part that decides, and shows nothing."""
+    sound = any(
+        not e.faults and e.stop_reason is not StopReason.SANDBOX_BROKEN for g in groups for e in g.episodes
+    )
+    return sound and all(e.solved is None for g in groups for e in g.episodes)
+
+
+def solve_rate(group: Group, needed_by: str) -> float:
+    """The fraction of a group's episodes that are solved.
+
+    Args:
+        needed_by: the setting that needs it, for the message.
+
+    Raises:
+        ConfigError: nothing declares when an episode is solved.
+    """
+    if undeclared([group]):
+        raise ConfigError(f"{needed_by} has to know when an episode is solved: {NOT_DECLARED}")
+    return sum(e.solved is True for e in group.episodes) / max(1, len(group.episodes))
 
 
 def _last(part: str) -> str:

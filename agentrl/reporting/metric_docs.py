@@ -102,7 +102,11 @@ METRICS: tuple[MetricDoc, ...] = (
             "skips them, and means over trained tokens (`entropy`, `drift/mean_abs`, ...) leave them out.",
         ),
         ("dropped_groups", "groups", "Groups without any advantage that `drop_zero_signal_groups` left out."),
-        ("refilled_groups", "groups", "Groups without signal that `refill_zero_signal` replaced by new ones."),
+        (
+            "refilled_groups",
+            "groups",
+            "Groups without signal, or refused by `group_filter`, that were replaced by new ones.",
+        ),
         ("refilled_episodes", "episodes", "Episodes in the groups that were replaced."),
         (
             "faults/{name}",

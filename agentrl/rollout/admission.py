@@ -14,9 +14,8 @@ from typing import Any
 
 from agentrl.algo.entries import SUM, Signal
 from agentrl.env.mixture import TaskSource
-from agentrl.env.solved import NOT_DECLARED
-from agentrl.errors import ConfigError
-from agentrl.rollout.episode_metrics import group_has_signal, solved, undeclared
+from agentrl.rollout.episode_metrics import group_has_signal
+from agentrl.rollout.group_filter import GroupFilter
 from agentrl.types import Group, Task
 
 
@@ -43,6 +42,8 @@ class Ticket:
     version: int
     group: Group | None = None
     reported: bool = False
+    trains: bool | None = None
+    """Whether its group may train; None until that has been asked."""
 
     @property
     def name(self) -> str:
@@ -54,7 +55,8 @@ class Ticket:
 class Batch:
     """The groups of one step, in the order of their tasks.
 
-    Groups in `aside` were also complete, but all their episodes scored the same, so other groups replaced them.
+    Groups in `aside` were also complete, but all their episodes scored the same, or a filter refused them, so
+    other groups replaced them.
     `metrics` describe the wait for the batch and the groups in flight at its completion.
     """
 
@@ -84,6 +86,7 @@ class Admission:
         groups_ahead: int | None = None,
         refill: int | Mapping[str, int] = 0,
         signals: Mapping[str, Signal] = MappingProxyType({}),
+        group_filter: GroupFilter | None = None,
         label: str = "s{step}",
     ) -> None:
         """Start before step `first_step`.
@@ -96,16 +99,17 @@ class Admission:
             max_staleness: maximum age of a group's initial weights in steps; 0 is synchronous.
             groups_ahead: maximum groups in flight beyond those of the next step; by default as many as the bound
                 allows.
-            refill: maximum groups per step that are replaced because all their episodes scored the same; or that
-                number for each env by name.
+            refill: maximum groups per step that are replaced because all their episodes scored the same, or the
+                filter refuses them; or that number for each env by name.
             signals: by env, what of the rewards has to differ; else their sums.
+            group_filter: returns whether a complete group may train; called once for each.
             label: name prefix for the groups of a step.
         """
         self.sampler, self.next_step, self.last_step = sampler, first_step, last_step
         self.groups_per_step, self.max_staleness = groups_per_step, max_staleness
         self.refill = refill if isinstance(refill, Mapping) else {"": refill}
         self.groups_ahead = max_staleness * groups_per_step if groups_ahead is None else groups_ahead
-        self._label, self._signals = label, signals
+        self._label, self._signals, self._filter = label, signals, group_filter
         self._planned = (first_step - 1) * groups_per_step
         self._following = (first_step, 0)  # the step and the number that name the next group
         self._pending: deque[Place] = deque()  # admitted before new ones
@@ -135,14 +139,14 @@ class Admission:
     def form(self) -> Batch | None:
         """The next step's batch if it is complete: the oldest complete groups, including all that are due.
 
-        Groups without signal are set aside up to `refill`; replacements must then be admitted, and None is
+        Groups that may not train are set aside up to `refill`; replacements must then be admitted, and None is
         returned unless enough groups are already complete.
         """
         while (chosen := self._choose()) is not None:
             self._report(chosen)
-            dull = [t for t in chosen if t.group and not self._has_signal(t.group)]
-            if dull := self._replaceable(dull):
-                self._put_aside(dull)
+            refused = self._replaceable([t for t in chosen if t.group and not self._may_train(t, t.group)])
+            if refused:
+                self._put_aside(refused)
                 continue
             for ticket in chosen:
                 self._under_way.remove(ticket)
@@ -202,34 +206,38 @@ class Admission:
                 return None
         return sorted(chosen, key=lambda t: t.place.order)
 
-    def _has_signal(self, group: Group) -> bool:
-        return group_has_signal(group, self._signals.get(group.task.env, SUM))
+    def _may_train(self, ticket: Ticket, group: Group) -> bool:
+        """Whether the group has signal, and the filter takes it."""
+        if ticket.trains is None:
+            signal = self._signals.get(group.task.env, SUM)
+            ticket.trains = group_has_signal(group, signal) and (self._filter is None or self._filter(group))
+        return ticket.trains
 
     def _report(self, chosen: Sequence[Ticket]) -> None:
         for ticket in chosen:
             if not ticket.reported and ticket.group is not None:
                 ticket.reported = True
                 if self.sampler.rated:
-                    self.sampler.report(ticket.place.position, _share_solved(ticket.group))
+                    self.sampler.report(ticket.place.position, ticket.group)
 
-    def _replaceable(self, dull: Sequence[Ticket]) -> list[Ticket]:
+    def _replaceable(self, refused: Sequence[Ticket]) -> list[Ticket]:
         """Those of these groups that the step may still replace, in their order."""
         left = Counter(self.refill)
         left.subtract(_allowance(group.task, self.refill) for group in self._aside)
         found = []
-        for ticket in dull:
+        for ticket in refused:
             env = _allowance(ticket.task, self.refill)
             left[env] -= 1
             if left[env] >= 0:
                 found.append(ticket)
         return found
 
-    def _put_aside(self, dull: Sequence[Ticket]) -> None:
+    def _put_aside(self, refused: Sequence[Ticket]) -> None:
         """Release the slots of these groups for the next tasks."""
         label = f"{self._named(self.next_step)}/refill{len(self._aside)}"
-        drawn = [self.sampler.replacement(ticket.place.position) for ticket in dull]
+        drawn = [self.sampler.replacement(ticket.place.position) for ticket in refused]
         new = []
-        for number, (ticket, (position, _)) in enumerate(zip(dull, drawn, strict=True)):
+        for number, (ticket, (position, _)) in enumerate(zip(refused, drawn, strict=True)):
             new.append(replace(ticket.place, label=label, number=number, position=position))
             self._under_way.remove(ticket)
             self._aside += [ticket.group] if ticket.group is not None else []
@@ -239,12 +247,3 @@ class Admission:
 def _allowance(task: Task, refill: Mapping[str, int]) -> str:
     """The allowance that a group's replacement counts toward: its env's, or the run's."""
     return task.env if task.env in refill else ""
-
-
-def _share_solved(group: Group) -> float:
-    if undeclared([group]):
-        raise ConfigError(
-            "rollout.env_shares: solve_rate or data.sampler.order: weighted has to know when an episode is "
-            f"solved: {NOT_DECLARED}"
-        )
-    return solved([group]) or 0.0

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from agentrl.algo.entries import SUM, Signal
 from agentrl.env.curriculum import has_signal
+from agentrl.env.solved import undeclared
 from agentrl.run_folder.redraws import Redraws, fault_metrics
 from agentrl.types import LIMITS, Episode, Group, StopReason
 
@@ -35,15 +36,6 @@ def solved(groups: Sequence[Group]) -> float | None:
     if all(e.solved is None for e in episodes):
         return None
     return sum(e.solved is True for e in episodes) / len(episodes)
-
-
-def undeclared(groups: Sequence[Group]) -> bool:
-    """Whether nothing declares what is solved, as far as these episodes show: one with a fault, or whose sandbox
-    the policy broke, may lack the part that decides, and shows nothing."""
-    sound = any(
-        not e.faults and e.stop_reason is not StopReason.SANDBOX_BROKEN for g in groups for e in g.episodes
-    )
-    return sound and all(e.solved is None for g in groups for e in g.episodes)
 
 
 def _judged(groups: Sequence[Group]) -> list[Group]:

@@ -6,11 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from agentrl.config.choice import is_own
 from agentrl.config.run import RunConfig
 from agentrl.env.curriculum import TaskSampler
 from agentrl.env.mixture import MixedSampler, TaskSource
+from agentrl.env.own_sampler import OwnSampler
 from agentrl.errors import CheckpointError
 from agentrl.rollout.admission import Admission
+from agentrl.rollout.group_filter import load_filter
 from agentrl.run_folder.files import write_atomic
 from agentrl.types import Task
 
@@ -47,12 +50,25 @@ def make_admission(
         groups_ahead=rollout.groups_ahead,
         refill={name: view.rollout.refill_zero_signal for name, view in views.items()},
         signals={name: view.algorithm.signal for name, view in views.items()},
+        group_filter=None if rollout.group_filter is None else load_filter(rollout.group_filter),
     )
 
 
-def _sampler(config: RunConfig, tasks: Sequence[Task]) -> TaskSampler:
+def _sampler(config: RunConfig, tasks: Sequence[Task]) -> TaskSampler | OwnSampler:
     data = config.data.sampler
+    if is_own(data.order):
+        return OwnSampler(data.order, tasks, config.seed, data.options)
     return TaskSampler(tasks, config.seed, data.order, data.window, data.floor)
+
+
+def try_sampler(config: RunConfig, tasks: Sequence[Task]) -> None:
+    """Try out the order of the tasks of one env if it is the user's own.
+
+    Raises:
+        ConfigError: it cannot be created, chooses tasks that do not exist, or would choose others after a resume.
+    """
+    if isinstance(sampler := _sampler(config, tasks), OwnSampler):
+        sampler.try_out()
 
 
 def save_feed(admission: Admission, folder: Path) -> None:
@@ -84,23 +100,24 @@ def load_feed(admission: Admission, folder: Path) -> list[str]:
         if isinstance(sampler, MixedSampler):
             saved = {name: state["envs"][name]["sampler"] for name in sampler.samplers}
             return [note for name, each in sampler.samplers.items() for note in _resized(name, each, saved[name])]
-        return _resized("", sampler, state) if isinstance(sampler, TaskSampler) else []
+        return _resized("", sampler, state) if isinstance(sampler, TaskSampler | OwnSampler) else []
     except OSError as e:
         raise CheckpointError(f"{file}: cannot read where the tasks stood: {e.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{file}: damaged: {e}") from None
 
 
-def _resized(name: str, sampler: TaskSampler, saved: Mapping[str, int]) -> list[str]:
+def _resized(name: str, sampler: TaskSampler | OwnSampler, saved: Mapping[str, int]) -> list[str]:
     """A note if the number of tasks differs from that in a saved state."""
     now = len(sampler.tasks)
     before = saved.get("size", now)
     if before == now:
         return []
     where = f"envs.{name}: " if name else ""
-    effect = (
-        "solve rates of tasks are measured from scratch"
-        if sampler.rated
-        else "their order changes, so this pass may repeat or skip some"
-    )
+    if isinstance(sampler, OwnSampler):
+        effect = f"{sampler.kind} starts from its first state"
+    elif sampler.rated:
+        effect = "solve rates of tasks are measured from scratch"
+    else:
+        effect = "their order changes, so this pass may repeat or skip some"
     return [f"{where}{now:,} training tasks, {before:,} when the checkpoint was saved: {effect}"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agentrl.config.run import RunConfig, WarmupConfig
 from agentrl.config.teacher import TeacherConfig
-from agentrl.env.solved import NOT_DECLARED
+from agentrl.env.solved import NOT_DECLARED, undeclared
 from agentrl.errors import ConfigError
 from agentrl.learner.critic import CRITIC_FOLDER
 from agentrl.learner.learner import Learner
@@ -25,7 +25,7 @@ from agentrl.reporting.report import Reporter
 from agentrl.rollout.build import make_engine, make_player
 from agentrl.rollout.collect import collect
 from agentrl.rollout.content import Content, corpus, require_solved
-from agentrl.rollout.episode_metrics import passed, undeclared
+from agentrl.rollout.episode_metrics import passed
 from agentrl.rollout.prompts import fitting
 from agentrl.rollout.renderer import load_renderer, require_template
 from agentrl.rollout.task_tools import task_tools

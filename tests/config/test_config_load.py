@@ -140,6 +140,28 @@ def test_a_key_in_the_wrong_place_is_told_where_it_belongs(tmp_path: Path, text:
         ("data: {sampler: {order: shuffled, window: 8, floor: 0.1}}", "4:35: data.sampler.window has no effect"),
         ("data: {sampler: {order: shuffled, window: 8, floor: 0.1}}", "4:46: data.sampler.floor has no effect"),
         (
+            "data: {sampler: {order: shuffled, options: {until: 1}}}",
+            "4:35: data.sampler.options has no effect while data.sampler.order is shuffled",
+        ),
+        (
+            "data: {sampler: {order: 'os:path', window: 2}}",
+            "4:36: data.sampler.window has no effect unless data.sampler.order is weighted (it is os:path)",
+        ),
+        (
+            "data: {sampler: {order: shufled}}",
+            "4:18: data.sampler.order must be one of sequential, shuffled, weighted, or `module:Class`, got "
+            "'shufled'; did you mean 'shuffled'?",
+        ),
+        ("data: {sampler: {order: missing.py:Levels}}", "4:25: data.sampler.order: there is no file missing.py"),
+        (
+            "rollout: {refill_zero_signal: 2, group_filter: good}",
+            "4:48: rollout.group_filter must be `module:function`",
+        ),
+        (
+            "rollout: {group_filter: 'os:path'}",
+            "rollout.group_filter has no effect while rollout.refill_zero_signal is 0: set it",
+        ),
+        (
             "optim: {warmup_steps: 5, warmup_ratio: 0.1}",
             "warmup_steps has no effect while optim.warmup_ratio",
         ),

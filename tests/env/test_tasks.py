@@ -12,6 +12,7 @@ from agentrl.env.rows import load_rows
 from agentrl.env.tasks import generated
 from agentrl.errors import ConfigError
 from agentrl.types import Task
+from tests.env.solved_groups import solved
 
 TASKS = [Task(f"t{i}") for i in range(10)]
 
@@ -76,7 +77,7 @@ def test_generated_tasks_cost_the_same_everywhere():
 def test_a_sampler_goes_on_where_it_was(order):
     def results(sampler):
         for position, _ in sampler.take(4):
-            sampler.report(position, position / 10)
+            sampler.report(position, solved(position))
 
     one, other = TaskSampler(TASKS, 3, order), TaskSampler(TASKS, 3, order)
     for _ in range(5):
@@ -128,7 +129,7 @@ def test_tasks_of_middling_difficulty_come_more_often():
     sampler = TaskSampler(TASKS, 0, "weighted", floor=0.1)
     for position in range(10):
         for _ in range(8):
-            sampler.report(position, 0.5 if position == 4 else 1.0 if position < 4 else 0.0)
+            sampler.report(position, solved(5 if position == 4 else 10 if position < 4 else 0))
     assert [round(sampler.weight(p), 2) for p in (0, 4, 9)] == [0.1, 1.0, 0.1]
     drawn = [p for p, _ in sampler.take(2000)]
     share = drawn.count(4) / 2000
@@ -167,7 +168,7 @@ def test_a_name_that_is_no_text_is_refused(make, name):
 def test_results_are_not_taken_for_those_of_other_tasks():
     """A resumed run may leave out other overlong prompts than before."""
     before = TaskSampler([Task(f"{n}", {}) for n in range(9)], order="weighted")
-    before.report(7, 1.0)
+    before.report(7, solved(10))
     for size, weight in ((9, before.floor), (12, 1.0)):
         resumed = TaskSampler([Task(f"{n}", {}) for n in range(size)], order="weighted")
         resumed.restore(before.state())

@@ -51,7 +51,10 @@ def play(admission: Admission, version: int, only: int | None = None) -> Batch:
     return batch
 
 
-@pytest.mark.parametrize("order", ["sequential", "shuffled", "weighted"])
+OWN = "tests.env.test_own_sampler:Learning"
+
+
+@pytest.mark.parametrize("order", ["sequential", "shuffled", "weighted", OWN])
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_resumed_feed_draws_what_the_first_would_have_drawn(tmp_path: Path, order: str, max_staleness: int):
     through = feed(order, max_staleness=max_staleness)
@@ -82,7 +85,12 @@ def test_a_damaged_or_missing_state_is_named(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("order", "effect"),
-    [("sequential", "repeat or skip"), ("shuffled", "repeat or skip"), ("weighted", "measured from scratch")],
+    [
+        ("sequential", "repeat or skip"),
+        ("shuffled", "repeat or skip"),
+        ("weighted", "measured from scratch"),
+        (OWN, "Learning starts from its first state"),
+    ],
 )
 def test_another_number_of_tasks_is_noted(tmp_path: Path, order: str, effect: str):
     save_feed(feed(order), tmp_path)

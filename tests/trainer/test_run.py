@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import signal
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -497,6 +498,26 @@ def test_groups_that_were_put_aside_are_on_disk_and_counted(tmp_path: Path):
         assert {r.group for r in aside} == set(range(4, 4 + int(line["refilled_groups"])))
         for group in range(4, 4 + int(line["refilled_groups"])):
             assert len({r.episode.reward for r in aside if r.group == group}) == 1
+
+
+@pytest.mark.slow
+def test_groups_that_a_filter_refuses_do_not_train(tmp_path: Path):
+    (tmp_path / "filters.py").write_text(
+        "def hard(group):\n    return sum(e.reward for e in group.episodes) <= len(group.episodes) / 2\n"
+    )
+    config = buttons(tmp_path)
+    changes = {"refill_zero_signal": 40, "group_filter": f"{tmp_path}/filters.py:hard"}
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update=changes)})
+    _, lines = run(config.model_copy(update={"steps": 2}), tmp_path / "run")
+    assert 0 < max(line["refilled_groups"] for line in lines[1:]) < 40
+    aside = set()
+    for line in lines[1:]:
+        earned = Counter[tuple[bool, int | None]]()
+        for record in read_records(tmp_path / "run", int(line["step"])):
+            earned[record.set_aside, record.group] += int(record.episode.reward or 0)
+        assert {total for (refused, _), total in earned.items() if not refused} <= {1, 2}
+        aside |= {total for (refused, _), total in earned.items() if refused}
+    assert 3 in aside, "a group with signal that the filter refused"
 
 
 def words(folder: Path, steps: int = 12, max_staleness: int = 0, **algorithm: object) -> RunConfig:

@@ -36,6 +36,31 @@ class Some(ToolEnv):
 '''
 
 
+ORDER = """
+import random
+
+
+class Unsolved:
+    def __init__(self, tasks, seed, until):
+        self.seed, self.until, self.solved = seed, until, {task.id: 0 for task in tasks}
+        self.ids = [task.id for task in tasks]
+
+    def choose(self, number):
+        left = [n for n, name in enumerate(self.ids) if self.solved[name] < self.until]
+        return random.Random(f"{self.seed}/{number}").choice(left)
+
+    def report(self, position, group):
+        assert group.task.id == self.ids[position]
+        self.solved[group.task.id] += all(e.solved for e in group.episodes)
+
+    def state(self):
+        return self.solved
+
+    def restore(self, state):
+        self.solved = dict(state)
+"""
+
+
 class StopAfter(Silent):
     """Asks the run to stop after a step, as a user would."""
 
@@ -49,12 +74,16 @@ class StopAfter(Silent):
 
 def config(folder: Path, order: str) -> RunConfig:
     (folder / "some.py").write_text(ENV)
+    (folder / "order.py").write_text(ORDER)
+    options: dict[str, object] = {"window": 2, "floor": 0.05} if order == "weighted" else {}
+    if order == "own":
+        order, options = f"{folder}/order.py:Unsolved", {"options": {"until": 1}}
     return RunConfig(
         name="some",
         steps=6,
         seed=3,
         env=f"{folder}/some.py:Some",
-        data={"sampler": {"order": order} | ({"window": 2, "floor": 0.05} if order == "weighted" else {})},
+        data={"sampler": {"order": order, **options}},
         model={"tiny": {"hidden": 32, "layers": 1, "heads": 2, "intermediate": 64, "vocab": 300}},
         rollout={"groups_per_step": 3, "group_size": 3, "max_turns": 1, "max_tokens": 6, "token_budget": 300},
         eval={"tasks": 1, "every": 6},
@@ -74,7 +103,7 @@ def played(folder: Path) -> list[list[tuple[str, float | None]]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("order", ["shuffled", "weighted"])
+@pytest.mark.parametrize("order", ["shuffled", "weighted", "own"])
 def test_a_stopped_run_goes_on_with_the_tasks_that_were_next(tmp_path: Path, order: str):
     settings = config(tmp_path, order)
     assert run(settings, tmp_path / "whole", Silent()).finished
@@ -85,5 +114,9 @@ def test_a_stopped_run_goes_on_with_the_tasks_that_were_next(tmp_path: Path, ord
     assert whole == broken
     drawn = [task for step in whole for task, _ in step]
     assert drawn != sorted(drawn, key=lambda t: int(t.rpartition("-")[2])), "another order than the tasks'"
+    if order == "own":
+        easy = [{task for task, _ in step if int(task.rpartition("-")[2]) % 3 == 0} for step in whole]
+        assert any(easy), "these are always solved, and a solved task is never chosen again"
+        assert sum(map(len, easy)) == len(set.union(*easy))
     if order == "shuffled":
         assert len({t for step in whole[:4] for t, _ in step}) == 12, "each task once before any twice"
