@@ -260,3 +260,28 @@ class TestRefusals:
             ConfigError, match=r"after restore\(state\(\)\), a new object has another state: \{'left'"
         ):
             sampler.report(4, group(TASKS[4], True))
+
+
+def test_the_curriculum_of_the_documentation_opens_a_level_when_the_last_one_is_solved(tmp_path: Path):
+    text = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    (tmp_path / "levels.py").write_text("# levels.py" + text.split("```python\n# levels.py")[1].split("```")[0])
+
+    def made() -> OwnSampler:
+        return OwnSampler(f"{tmp_path}/levels.py:Levels", TASKS, 3, {"until": 0.8})
+
+    sampler = made()
+    sampler.try_out()
+    for hardest in (0, 1, 2, 2):
+        drawn_levels = set()
+        for count in range(60):
+            ((position, task),) = sampler.take(1)
+            drawn_levels.add(task.row["level"])
+            sampler.report(position, group(task, *[True] * 4, count % 7 > 0))
+            if sampler.state()["own"]["state"]["open"] > hardest + 1:
+                break
+            if count == 10:  # a resume changes nothing
+                again = made()
+                again.restore(json.loads(json.dumps(sampler.state())))
+                assert again.state() == sampler.state()
+                sampler = again
+        assert drawn_levels == set(range(hardest + 1))
