@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import textwrap
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -38,12 +39,13 @@ async def left_behind(box: Box) -> int:
 
 async def test_output_status_and_costs_are_those_of_the_program(box: Box) -> None:
     for status in (0, 3, 255):
+        began = time.monotonic()
         result = await box.python(f"print('x' * 100_000)\nsum(range(3_000_000))\nraise SystemExit({status})")
         assert (result.outcome, result.exit_code) == ("exit", status)
         assert (result.stdout_total, result.reaped) == (100_001, 0)
         assert 0.01 < result.cpu_s <= result.wall_s + 0.05
         assert 5_000 < result.max_rss_kb < 100_000
-        assert result.wall_s < 5
+        assert result.wall_s <= time.monotonic() - began
     before = (await box.usage()).cpu_s
     await box.python("sum(range(3_000_000))")
     assert (await box.usage()).cpu_s > before + 0.01
