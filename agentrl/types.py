@@ -98,13 +98,14 @@ class Routes:
     """The experts that the routers of a model chose for consecutive tokens.
 
     `data` holds `layers` x `top_k` signed integers of `width` bytes for each token, in the machine's byte order;
-    all of a token are -1 where its experts are not known.
+    all of a token are -1 where its experts are not known. `start` is the number of tokens before them.
     """
 
     data: bytes
     layers: int
     top_k: int
     width: int
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +114,8 @@ class Completion:
 
     `logprobs` are under the temperature-scaled, otherwise unfiltered distribution (greedy: temperature 1);
     `versions` holds the policy version of each token. All three have the same length. `routes`, if the engine
-    returns them, are those of the whole context from its first token on, but not of its last one, which the model
-    has not read.
+    returns them, are those of the whole context but its last token, which the model has not read; and but the
+    tokens at its beginning whose routes it has returned with an earlier completion of the session.
     """
 
     ids: tuple[int, ...]

@@ -13,14 +13,17 @@ def routed(segments: list[Segment], path: Sequence[int], routes: Routes) -> None
 
     A token keeps the first route that it is given: that of the pass from which the next token was sampled.
     """
-    size, at = _bytes_per_token(routes), 0
+    size = _bytes_per_token(routes)
+    at, start = 0, routes.start * size
+    stop = start + len(routes.data)
     for number in path:
         segment = segments[number]
         known = b"" if segment.routes is None else segment.routes.data
         end = at + len(segment.ids) * size
-        if at + len(known) < min(end, len(routes.data)):
-            data = known + routes.data[at + len(known) : end]
-            segments[number] = replace(segment, routes=replace(routes, data=data))
+        if max(at + len(known), start) < min(end, stop):
+            data = known.ljust(start - at, _UNKNOWN)
+            data += routes.data[at + len(data) - start : end - start]
+            segments[number] = replace(segment, routes=replace(routes, data=data, start=0))
         at = end
 
 

@@ -429,8 +429,8 @@ class LearnerConfig(Section):
     cpu_offload: Annotated[bool, OnResume("free"), NeverWhen("device", "cpu")] = False
     """Keep parameters, gradients and optimizer state in host memory and update them there; for GPUs."""
     replay_routes: Annotated[bool, Advanced()] = False
-    """Routing replay, for models with experts and the local engine: when the update computes a token, its routers
-    take the experts that the sampler's routers chose, weighted by their current scores."""
+    """Routing replay, for models with experts, with the local engine or SGLang: when the update computes a token,
+    its routers take the experts that the sampler's routers chose, weighted by their current scores."""
     lora: Annotated[LoRAConfig | None, OnResume("fixed")] = None
     """Train adapters instead of the whole model."""
 

@@ -29,7 +29,7 @@ async def open_engine(
         processes: on a CPU, run the local engine in up to this many separate processes, where it cannot stream
         tokens; 0 runs it in a thread.
         ray: address of the cluster for servers with `launch: ray`; without it, one is started on this machine.
-        routes: have completions report the experts that the model's routers chose, if it is the local engine.
+        routes: have completions report the experts that the model's routers chose: the local engine and SGLang.
         gpu: of this process; what weights are broadcast to servers from.
 
     Raises:
@@ -39,7 +39,7 @@ async def open_engine(
     if config.on_servers:
         from agentrl.engine.servers.opening import open_served
 
-        return await open_served(config, model.absolute(), lora, ray, gpu)
+        return await open_served(config, model.absolute(), lora, ray, gpu, routes=routes)
     if config.own:
         from agentrl.engine.own import open_own
 

@@ -33,11 +33,10 @@ def refuse_replay(config: RunConfig) -> None:
     """
     if not config.learner.replay_routes:
         return
-    if config.engine.on_servers:
+    if config.engine.kind == "vllm":
         raise ConfigError(
-            f"learner.replay_routes works with the local engine, and engine.kind is {config.engine.kind}: a "
-            "server reports the experts of a request at its end, after a weight update those of the recomputed "
-            "context, which its first tokens were not sampled with; remove it, or set engine.kind to local"
+            "learner.replay_routes works with the local engine and with SGLang, and engine.kind is vllm, which "
+            "agentrl does not ask for the experts of its tokens: remove it, or set engine.kind to sglang"
         )
     if config.model.path is None:
         raise ConfigError("learner.replay_routes needs a model with experts, and model.tiny has none: remove it")

@@ -26,6 +26,7 @@ Routed = tuple[Tensor, ...]
 """What a router returns: the last one are the experts [T, k], the one before it their weights."""
 Choose = Callable[[Tensor, Tensor], Tensor]
 """The experts [T, k] to take, from the scores [T, E] and the router's own choice [T, k]."""
+_BLOCK = re.compile(r"\.(\d+)\.")
 WIDE = 128
 """More experts than this need two bytes each."""
 
@@ -50,7 +51,8 @@ class _Routers(ABC):
         Raises:
             ConfigError: the model has no routers, or they differ in their numbers of experts.
         """
-        found = [(module, size) for module in model.modules() if (size := _size(module)) is not None]
+        named = {name: module for name, module in model.named_modules() if _size(module) is not None}
+        found = [(module, size) for module in named.values() if (size := _size(module)) is not None]
         self.name = type(model).__name__
         if not found:
             raise ConfigError(
@@ -65,6 +67,8 @@ class _Routers(ABC):
             )
         self.top_k, self.experts = found[0][1]
         self.shape = RouteShape(len(found), self.top_k, torch.int8 if self.experts <= WIDE else torch.int16)
+        self._numbers = [int(part[1]) if (part := _BLOCK.search(name)) else -1 for name in named]
+        """The block of each router, of all blocks of the model."""
         self._before = [(router, router.__dict__.get("forward")) for router, _ in found]
         for layer, (router, _) in enumerate(found):
             router.__dict__["forward"] = partial(self._route, layer, router.forward)
@@ -131,11 +135,14 @@ class RouteReplay(_Routers):
         """Within the block, forward passes over T tokens take these experts; the router's own where one is -1.
 
         Args:
-            routes_TLk: None to leave everything to the routers, also within another such block.
+            routes_TLk: None to leave everything to the routers, also within another such block. Those of servers
+                have all blocks of the model, also those without a router.
 
         Raises:
             ConfigError: they are of a model with another number of routers, or of experts per token.
         """
+        if routes_TLk is not None and self.shape.layers < routes_TLk.shape[1] and self._numbered(routes_TLk):
+            routes_TLk = routes_TLk[:, self._numbers]
         if routes_TLk is not None and routes_TLk.shape[1:] != (self.shape.layers, self.top_k):
             raise ConfigError(
                 f"the engine's completions have routes of {routes_TLk.shape[1]} layers with {routes_TLk.shape[2]} "
@@ -163,6 +170,10 @@ class RouteReplay(_Routers):
             yield
         finally:
             self._choose, self._trying = None, False
+
+    def _numbered(self, routes_TLk: Tensor) -> bool:
+        """Whether the routes have a layer for the block of each router."""
+        return 0 <= min(self._numbers) <= max(self._numbers) < routes_TLk.shape[1]
 
     def counts(self) -> RouteCounts | None:
         """Of the latest forward pass in a `replaying` block; None if nothing was replayed."""

@@ -7,8 +7,10 @@ takes weights by version, and can be made to die, to hang or to send malformed a
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
+from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -30,6 +32,8 @@ class _Running:
     aborted: bool = False
     adapter: str = ""
     script: list[int] | None = None
+    experts: bool = False
+    experts_from: int = 0
 
 
 class LoopbackServer:
@@ -72,6 +76,8 @@ class LoopbackServer:
         """The structural tag of each request that has one."""
         self.write: Callable[[Any], list[int]] = lambda tag: []
         """The tokens to draw under a structural tag."""
+        self.experts: tuple[int, int] | None = None
+        """Layers and experts per token of what it reports on request; None: it was not started for it."""
         self.late_s = 0.0
         """Seconds from the arrival of a request for tokens to its place in the scheduler."""
         self.asleep: set[str] = set()
@@ -190,7 +196,8 @@ class LoopbackServer:
 
     async def _get_server_info(self, body: dict[str, object]) -> tuple[int, object]:
         info = {"max_req_input_len": self.max_context, "enable_deterministic_inference": True}
-        return 200, info | {"skip_tokenizer_init": not self.grammars}
+        experts = {"enable_return_routed_experts": self.experts is not None}
+        return 200, info | experts | {"skip_tokenizer_init": not self.grammars}
 
     async def _get_model_info(self, body: dict[str, object]) -> tuple[int, object]:
         return 200, {"weight_version": self.version}
@@ -216,6 +223,8 @@ class LoopbackServer:
         self.sampled_with.append(params)
         most = min(params["max_new_tokens"], self.max_context - len(ids))
         request = _Running(list(ids), most, frozenset(params.get("stop_token_ids") or ()), adapter=adapter)
+        request.experts = bool(body.get("return_routed_experts"))
+        request.experts_from = int(body.get("routed_experts_start_len") or 0)
         if (tag := params.get("structural_tag")) is not None and (refused := self._obey(request, tag)):
             return (200, _aborted(*refused)) if body.get("stream") else refused
         rid = str(body.get("rid") or id(request))
@@ -295,7 +304,7 @@ class LoopbackServer:
                 spans[-1]["end"] = place + 1
             else:
                 spans.append({"version": version, "start": place, "end": place + 1})
-        return {
+        return self._experts(request, kind) | {
             "id": rid,
             "finish_reason": {"type": kind},
             "prompt_tokens": len(request.prompt),
@@ -306,6 +315,19 @@ class LoopbackServer:
             "weight_versions": spans,
             "output_token_logprobs": [[_drawn_logprob(request, token), token, None] for token in request.ids],
         }
+
+    def expert(self, token: int, layer: int, place: int) -> int:
+        """The expert that its present weights choose."""
+        return (token + 7 * layer + place + 3 * len(self.weights)) % 64
+
+    def _experts(self, request: _Running, kind: str) -> dict[str, Any]:
+        """What SGLang reports at the end of a request: those of a context that was computed again, if it was."""
+        if self.experts is None or not request.experts or kind not in ("stop", "length"):
+            return {}
+        layers, top_k = self.experts
+        read = (request.prompt + request.ids)[request.experts_from : -1]
+        experts = [self.expert(token, n, k) for token in read for n in range(layers) for k in range(top_k)]
+        return {"routed_experts": base64.b64encode(array("i", experts).tobytes()).decode()}
 
     async def _post_abort_request(self, body: dict[str, object]) -> tuple[int, object]:
         for rid, request in self.running.items():

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from agentrl.engine.servers.client import Description, GroupPlace, Listener, Scored, ServerAnswer
 from agentrl.engine.servers.http import ServerLost
+from agentrl.engine.servers.routes import RoutesAsked
 from agentrl.types import Completion, Sampling
 
 PREFILL = 60_000.0
@@ -145,6 +146,7 @@ class SimulatedServer:
         request: str,
         listener: Listener | None = None,
         structure: str | None = None,
+        routes: RoutesAsked | None = None,
     ) -> ServerAnswer:
         cpu, loop = time.thread_time(), asyncio.get_running_loop()
         await self.check(timeout_s=0.0)

@@ -5,13 +5,15 @@ import when it adds shape functions to operators nobody declared. SGLang imports
 never calls it. The declarations alone are made here, at the moment torchvision asks for that module.
 
 Adapters (LoRA): their code asks for pinned memory, which a machine without an accelerator does not have. Host
-memory is all there is here, so the wish is dropped, in processes that load this code.
+memory is all there is here, so the wish is dropped, in processes that load this code. So is the registration with
+CUDA of the memory in which SGLang keeps the experts that it reports.
 """
 
 import sys
 
 _ASKS_FOR_THEM = "torchvision._meta_registrations"
 _ASKS_FOR_PINNED = "sglang.srt.lora.layers"
+_REGISTERS_MEMORY = "sglang.srt.state_capturer.base"
 _OPERATORS = ("nms", "qnms")
 _kept = []
 
@@ -42,6 +44,14 @@ class _Declare:
                 torch.Tensor.pin_memory = lambda self, *args: self
                 for maker in ("tensor", "empty", "zeros"):
                     setattr(torch, maker, _without_pinning(getattr(torch, maker)))
+        if name == _REGISTERS_MEMORY and "registered" not in _kept:
+            import torch
+
+            _kept.append("registered")
+            if not torch.cuda.is_available():
+                from sglang.srt.mem_cache.pool_host import common
+
+                common._cuda_host_register = lambda *args: None
         return None
 
 

@@ -19,11 +19,11 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     return build(tmp_path_factory.mktemp("chatml"), CHATML_TEMPLATE)
 
 
-def say(transcript: Transcript, call: int, text: str = "yes", cut: int = 0) -> int:
+def say(transcript: Transcript, call: int, text: str = "yes", cut: int = 0, start: int = 0) -> int:
     """Complete with routes that are the number of the call; the context's last `1 + cut` tokens have none."""
     ids = (*transcript.renderer.vocabulary.encode(text), min(transcript.renderer.stop_ids))
     whole = len(transcript.ids) + len(ids)
-    routes = Routes(bytes([call] * (whole - 1 - cut) * LAYERS * TOP_K), LAYERS, TOP_K, 1)
+    routes = Routes(bytes([call] * (whole - 1 - cut - start) * LAYERS * TOP_K), LAYERS, TOP_K, 1, start)
     transcript.complete(Completion(ids, (-1.0,) * len(ids), (0,) * len(ids), "stop", routes=routes))
     return whole
 
@@ -44,6 +44,31 @@ def test_a_token_keeps_its_first_route_and_the_last_one_gets_the_next_turns(rend
     [row] = transcript.rows()
     assert len(row.ids) == second
     assert calls(row.routes) == [1] * (first - 1) + [2] * (second - first) + [NONE]
+
+
+@pytest.mark.parametrize("before", [0, 1, 5])
+def test_routes_may_begin_where_earlier_ones_end(renderer: Renderer, before: int):
+    """Or earlier, and then the tokens keep their first routes."""
+    transcript = Transcript(renderer)
+    transcript.extend([Message("user", "Go.")])
+    first = say(transcript, 1)
+    transcript.extend([Message("user", "Go on, please.")])
+    second = say(transcript, 2, start=first - 1 - before)
+    transcript.extend([Message("user", "And once more.")])
+    third = say(transcript, 3, start=second - 1 - before)
+    [row] = transcript.rows()
+    assert len(row.ids) == third
+    assert calls(row.routes) == [1] * (first - 1) + [2] * (second - first) + [3] * (third - second) + [NONE]
+
+
+def test_tokens_before_the_first_routes_have_none(renderer: Renderer):
+    transcript = Transcript(renderer)
+    transcript.extend([Message("user", "Go.")])
+    first = say(transcript, 1, cut=2)
+    transcript.extend([Message("user", "Go on, please.")])
+    second = say(transcript, 2, start=first + 4)
+    [row] = transcript.rows()
+    assert calls(row.routes) == [1] * (first - 3) + [NONE] * 7 + [2] * (second - first - 5) + [NONE]
 
 
 def test_branches_have_routes_of_their_own_and_share_those_of_what_they_share(renderer: Renderer):

@@ -27,6 +27,7 @@ from agentrl.engine.servers.delta_sync import DeltaSync
 from agentrl.engine.servers.http import ServerLost
 from agentrl.engine.servers.launch.hosts import GivenHost
 from agentrl.engine.servers.replica_pool import ServedLimits
+from agentrl.engine.servers.routes import RouteLayout
 from agentrl.engine.servers.server_engine import ServedEngine, load_folder
 from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.streams import SGLangStream
@@ -72,6 +73,7 @@ async def engine_over(
     said: list[str] | None = None,
     adapters: bool = False,
     dtype: torch.dtype = torch.float32,
+    routes: RouteLayout | None = None,
     **limits: Any,
 ) -> AsyncIterator[ServedEngine]:
     """An engine over started servers; warnings of losses go to `said`."""
@@ -86,6 +88,7 @@ async def engine_over(
         model=model,
         dtype=dtype,
         given=not adapters,
+        routes=routes,
         limits=ServedLimits(**{"health_every_s": 0.1, "health_timeout_s": 2.0, **limits}),
         tell=said.append,
     )

@@ -306,8 +306,11 @@ def test_what_cannot_be_replayed_is_refused_before_anything_is_loaded(folders: d
     refuse_replay(run_config(folders["qwen3_moe"]))
     with pytest.raises(ConfigError, match=r"model\.path .* \(qwen3\) has none: remove it"):
         refuse_replay(run_config(policy_dir))
-    with pytest.raises(ConfigError, match=r"works with the local engine, and engine\.kind is sglang"):
-        refuse_replay(run_config(folders["qwen3_moe"], engine={"kind": "sglang"}))
+    refuse_replay(run_config(folders["qwen3_moe"], engine={"kind": "sglang"}))
+    with pytest.raises(
+        ConfigError, match=r"works with the local engine and with SGLang, and engine\.kind is vllm"
+    ):
+        refuse_replay(run_config(folders["qwen3_moe"], engine={"kind": "vllm"}))
     tiny = RunConfig(env="agentrl.envs.calc:Calc", learner={"replay_routes": True}, model={"tiny": {}})
     with pytest.raises(ConfigError, match=r"model\.tiny has none: remove it"):
         refuse_replay(tiny)
@@ -319,3 +322,28 @@ def test_routes_of_another_model_are_refused(folders: dict[str, Path]):
     said = r"have routes of 3 layers with 2 experts each, and Olmoe\w+ has 4 with 2"
     with pytest.raises(ConfigError, match=said), replay.replaying(packed.routes_TLk):
         token_stats(policy, packed)
+
+
+def test_servers_report_experts_of_blocks_without_a_router_too(tmp_path: Path):
+    """SGLang keeps a row for every block; those of dense ones mean nothing."""
+    torch.manual_seed(3)
+    config = config_of(family("qwen3_moe"))
+    config.mlp_only_layers, config.num_hidden_layers = [0, 2], 4
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    policy, replay = replayed(tmp_path)
+    assert replay.shape.layers == 2
+    (row,) = forced([make_sample(prompt(9), range(3, 9))], replay)
+    table_TLk = table_of(row)
+    all_TLk = torch.full((len(table_TLk), 4, replay.top_k), 5, dtype=torch.int16)
+    all_TLk[:, [1, 3]] = table_TLk.to(torch.int16)
+    all_TLk[table_TLk[:, 0, 0] < 0] = -1
+    assert row.routes is not None
+    served = replace(row, routes=replace(row.routes, data=all_TLk.numpy().tobytes(), layers=4, width=2))
+
+    def logprobs(sample: Sample) -> Tensor:
+        packed = pack([sample])
+        with replay.replaying(packed.routes_TLk):
+            return token_stats(policy, packed).logprobs_N
+
+    assert torch.equal(logprobs(served), logprobs(row))
+    assert not torch.equal(logprobs(row), logprobs(replace(row, routes=None)))

@@ -25,23 +25,20 @@ class Noise(Buttons):
 """
 
 
-def write_moe(folder: Path) -> Path:
+def write_moe(folder: Path, **shape: object) -> Path:
     """A random Qwen3-MoE with a tokenizer."""
     make_tokenizer(folder, ["Press a button. Number 7. It is red. It is blue. done"], vocab=400, max_context=512)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "head_dim": 16}
     config = Qwen3MoeConfig(
         vocab_size=Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size(),
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=16,
         num_experts=8,
         num_experts_per_tok=2,
         max_position_embeddings=512,
         initializer_range=0.2,
         bos_token_id=None,
+        **({"num_hidden_layers": 2} | sizes | shape),
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)

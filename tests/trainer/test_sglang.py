@@ -17,6 +17,7 @@ from agentrl.config.engine import ServerConfig
 from agentrl.engine.servers.sglang import SGLangServer
 from tests.trainer import engine_tests
 from tests.trainer.real_servers import AGREE, Killer, calculator, train
+from tests.trainer.test_routing_replay_run import moe_run, write_moe
 
 PYTHON = os.environ.get("AGENTRL_SGLANG_PYTHON", "")
 pytestmark = [
@@ -46,6 +47,20 @@ class TestEngine(engine_tests.EngineTests):
         running=_running,
         refusal_kills=True,
     )
+
+
+def test_the_update_replays_the_experts_of_the_server(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 64, "intermediate_size": 64}
+    model = write_moe(tmp_path / "moe", num_hidden_layers=3, **sizes)
+    engine = {"kind": "sglang", "device": "cpu", "max_slots": 64, "server": {"python": PYTHON}}
+    config = moe_run(tmp_path, steps=2, model={"path": str(model)}, engine=engine)
+    _, lines = train(config, tmp_path / "run")
+    steps = [line for line in lines if line["step"] > 0]
+    assert len(steps) == 2
+    for line in steps:
+        assert 0.9 < line["routes/replayed"] < 1.0
+        assert line["routes/experts_differ"] < 0.01
+        assert line["drift/max_abs"] < AGREE
 
 
 @pytest.mark.timeout(900)

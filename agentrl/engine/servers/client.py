@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from agentrl.config.engine import EngineConfig
 from agentrl.config.run import LoRAConfig
 from agentrl.engine.base import TokenLogprob
-from agentrl.types import Sampling
+from agentrl.engine.servers.routes import RoutesAsked
+from agentrl.types import Routes, Sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,13 +43,16 @@ class Description:
     """Whether `Sampling.seed` has an effect."""
     grammars: bool = True
     """Whether it takes structural tags."""
+    routes: bool = False
+    """Whether it reports the experts that routers chose."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
     """The result of one request: sampled ids, their logprobs, and the version that sampled each of them.
 
-    `retractions` counts how often the server evicted the sequence from its cache for lack of memory.
+    `retractions` counts how often the server evicted the sequence from its cache for lack of memory. `routes` are
+    those that were asked for.
     """
 
     ids: tuple[int, ...]
@@ -57,6 +61,7 @@ class ServerAnswer:
     finish: Literal["stop", "length", "abort"]
     cached_tokens: int = 0
     retractions: int = 0
+    routes: Routes | None = None
 
     @classmethod
     def partial(cls, drawn: Sequence[TokenLogprob]) -> ServerAnswer:
@@ -124,8 +129,10 @@ class InferenceServer(Protocol):
         request: str,
         listener: Listener | None = None,
         structure: str | None = None,
+        routes: RoutesAsked | None = None,
     ) -> ServerAnswer:
-        """Continue `ids`; `request` names the request for `abort`, `structure` is a structural tag to obey."""
+        """Continue `ids`; `request` names the request for `abort`, `structure` is a structural tag to obey, and
+        `routes` says which routes the answer must have."""
         ...
 
     async def abort(self, request: str) -> None:
@@ -205,6 +212,7 @@ class ServerKind:
         command: returns the command to start a server for a model directory on the first of its GPUs; None means
         the CPU. The port is appended as `--port`.
         adapters: additional arguments of that command if weights arrive as LoRA adapters of the model.
+        routes: additional arguments of that command if answers have routes; None if the server cannot do that.
         memory_share: fraction of a GPU's memory that a server takes if `gpu_memory_utilization` is not set.
     """
 
@@ -212,3 +220,4 @@ class ServerKind:
     command: Callable[[EngineConfig, Path, int | None], CommandLine]
     adapters: Callable[[EngineConfig, LoRAConfig, Path, int | None], CommandLine]
     memory_share: float
+    routes: tuple[str, ...] | None = None

@@ -16,6 +16,7 @@ from agentrl.engine.servers.kinds import KINDS
 from agentrl.engine.servers.launch.hosts import Connect, GivenHost, LaunchedHost, Recipe
 from agentrl.engine.servers.launch.ray_host import RayCluster, RayHost
 from agentrl.engine.servers.replica_pool import Host, ServedLimits
+from agentrl.engine.servers.routes import layout_of
 from agentrl.engine.servers.server_engine import ServedEngine
 from agentrl.engine.servers.weight_sync import AdapterSync, BroadcastSync, DiskSync, TensorSync, WeightSync
 from agentrl.errors import ConfigError
@@ -26,7 +27,13 @@ from agentrl.scratch import ScratchFolder
 
 
 async def open_served(
-    config: EngineConfig, model: Path, lora: LoRAConfig | None, ray: str | None, gpu: str = "cuda"
+    config: EngineConfig,
+    model: Path,
+    lora: LoRAConfig | None,
+    ray: str | None,
+    gpu: str = "cuda",
+    *,
+    routes: bool = False,
 ) -> ServedEngine:
     """Start the servers, or connect to existing ones; see `agentrl.engine.open.open_engine`."""
     if config.sync != "lora":
@@ -49,12 +56,13 @@ async def open_served(
 
     try:
         engine = ServedEngine(
-            _hosts(config, model, scratch.path, cluster, lora),
+            _hosts(config, model, scratch.path, cluster, lora, routes=routes),
             _sync(config, model, scratch.path, lora, gpu),
             model=model,
             dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[config.resolved_dtype],
             given=bool(server.urls) and lora is None,
             local=server.launch == "process" and not server.urls,
+            routes=layout_of(model) if routes else None,
             limits=ServedLimits(
                 capacity=config.max_slots, restarts=server.restarts, health_every_s=server.health_every_s
             ),
@@ -68,7 +76,13 @@ async def open_served(
 
 
 def _hosts(
-    config: EngineConfig, model: Path, folder: Path, cluster: RayCluster | None, lora: LoRAConfig | None
+    config: EngineConfig,
+    model: Path,
+    folder: Path,
+    cluster: RayCluster | None,
+    lora: LoRAConfig | None,
+    *,
+    routes: bool,
 ) -> list[Host]:
     server, kind = config.server, KINDS[config.kind]
     connect: Connect = partial(_connect, kind, config)
@@ -77,7 +91,7 @@ def _hosts(
         return [GivenHost(url, connect, start_timeout_s=wait_s) for url in server.urls]
     python = _python(config)
     recipes = {
-        f"{config.kind} server {number}": launch_recipe(config, model, python, number, lora)
+        f"{config.kind} server {number}": launch_recipe(config, model, python, number, lora, routes=routes)
         for number in range(server.replicas)
     }
     if cluster is not None:
@@ -135,7 +149,13 @@ def _python(config: EngineConfig) -> str:
 
 
 def launch_recipe(
-    config: EngineConfig, model: Path, python: str, number: int, lora: LoRAConfig | None = None
+    config: EngineConfig,
+    model: Path,
+    python: str,
+    number: int,
+    lora: LoRAConfig | None = None,
+    *,
+    routes: bool = False,
 ) -> Recipe:
     """Return the command line and environment of server `number`.
 
@@ -151,6 +171,8 @@ def launch_recipe(
     if lora is not None:
         more, switches = kind.adapters(config, lora, model, gpu)
         command, environment = [*command, *more], environment | switches
+    if routes:
+        command = [*command, *(kind.routes or ())]
     command = [python, "-m", *command, *server.args]
     own = dict(server.environment)
     if "PYTHONPATH" in own and "PYTHONPATH" in environment:

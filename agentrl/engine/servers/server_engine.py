@@ -27,8 +27,9 @@ from agentrl.engine.checks import ROUNDING, check_prompt, check_sampling
 from agentrl.engine.servers.client import InferenceServer, Listener, ServerAnswer
 from agentrl.engine.servers.http import ServerRefused, ServerRestarted, ServerTaken
 from agentrl.engine.servers.replica_pool import LOST, Host, Replica, ReplicaPool, ServedLimits
+from agentrl.engine.servers.routes import RouteLayout, RoutesAsked, joined
 from agentrl.engine.servers.weight_sync import AdapterSync, WeightSync, distinct, vocabulary_of
-from agentrl.errors import EngineError
+from agentrl.errors import ConfigError, EngineError
 from agentrl.models.folder import reading_tensors
 from agentrl.models.stored import as_saved, exact_tensors
 from agentrl.types import Completion, Sampling
@@ -60,6 +61,7 @@ class ServedEngine(Engine):
         dtype: torch.dtype = torch.float32,
         given: bool = False,
         local: bool = True,
+        routes: RouteLayout | None = None,
         limits: ServedLimits | None = None,
         tell: Callable[[str], None] = warnings.warn,
         on_close: Callable[[], None] | None = None,
@@ -69,9 +71,13 @@ class ServedEngine(Engine):
         Args:
             given: they run already, with weights that nobody knows.
             local: they are on this machine, so that tensors on a GPU can be handed to them in place.
+            routes: the layout of the experts that they report; None to ask for none.
         """
         self.max_context = 0
         self._model, self._dtype, self._sync, self._on_close = model, dtype, sync, on_close
+        self._routes = routes
+        self._reported: dict[str, list[int]] = {}
+        """By session, the latest tokens whose routes have been returned; the last one has none."""
         self._names: frozenset[str] | None = None
         self._vocabulary = vocabulary_of(model)
         self._given, self._local, self._tell = given, local, tell
@@ -98,8 +104,18 @@ class ServedEngine(Engine):
         except BaseException:
             await self.close()
             raise
+        if self._routes is not None and not all(d.routes for d in described):
+            await self.close()
+            raise ConfigError(
+                "learner.replay_routes: a server does not report the experts that routers choose: start it with "
+                "--enable-return-routed-experts"
+            )
         self.max_context = min(d.max_context for d in described)
-        self.capabilities = replace(self.capabilities, structures=all(d.grammars for d in described))
+        self.capabilities = replace(
+            self.capabilities,
+            structures=all(d.grammars for d in described),
+            routes=self._routes is not None,
+        )
         if not all(d.seeds for d in described):
             self._tell(
                 "the servers ignore seeds, so sampled episodes differ from run to run (SGLang obeys them on a GPU "
@@ -153,17 +169,18 @@ class ServedEngine(Engine):
         check_sampling(sampling)
         prompt = check_prompt(ids, self._vocabulary, self.max_context).tolist()
         room = min(sampling.max_tokens, self.max_context - len(prompt))
+        asked_routes = self._asked_routes(prompt, session)
         parts: list[ServerAnswer] = []
         while True:
             done = sum(len(part.ids) for part in parts)
             rest = [token for part in parts for token in part.ids]
             asked = replace(sampling, max_tokens=room - done, seed=_moved(sampling.seed, done))
-            part = await self._ask(prompt + rest, asked, session, options)
+            part = await self._ask(prompt + rest, asked, session, options, routes=asked_routes)
             parts.append(part)
             if part.ids and part.ids[-1] in sampling.stop_ids:
-                return _completion(parts, "stop")
+                return self._completion(parts, "stop", prompt, session, asked_routes)
             if done + len(part.ids) >= room or part.finish == "length":
-                return _completion(parts, "length")
+                return self._completion(parts, "length", prompt, session, asked_routes)
             if not part.ids and len(parts) > 8:
                 raise EngineError(f"a server ended a completion after {done} tokens, again and again")
 
@@ -188,13 +205,15 @@ class ServedEngine(Engine):
         if room < 1:
             raise ValueError("the prompt leaves no room for a token that is scored afterwards")
         asked = replace(sampling, max_tokens=room)
+        routes = self._asked_routes(prompt, session)
         for _ in range(_STRUCTURED_TRIES):
             try:
-                part = await self._ask(prompt, asked, session, None if structure.scored else options, structure)
+                told = None if structure.scored else options
+                part = await self._ask(prompt, asked, session, told, structure, routes=routes)
             except ServerRefused as e:
                 raise StructureRefused(str(e)) from e
             if part.finish != "abort":
-                whole = _completion([part], part.finish)
+                whole = self._completion([part], part.finish, prompt, session, routes)
                 scored = await self._scored(prompt, whole, options) if structure.scored else whole
                 if scored is not None:
                     return scored
@@ -230,6 +249,7 @@ class ServedEngine(Engine):
     async def release(self, session: str) -> None:
         """Forget the session's server; its cache entries there are evicted when space is needed."""
         self._pool.forget(session)
+        self._reported.pop(session, None)
 
     async def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Bring the weights to every server; see `Engine.update_weights`.
@@ -306,6 +326,8 @@ class ServedEngine(Engine):
         session: str | None,
         options: GenerateOptions | None = None,
         structure: Structure | None = None,
+        *,
+        routes: RoutesAsked | None = None,
     ) -> ServerAnswer:
         told: list[TokenLogprob] = []
 
@@ -325,7 +347,9 @@ class ServedEngine(Engine):
                 return answer
             request, version = next(self._requests), self._version
             try:
-                answer = await server.generate(ids, sampling, request=request, listener=listener, **tag)
+                answer = await server.generate(
+                    ids, sampling, request=request, listener=listener, routes=routes, **tag
+                )
             except asyncio.CancelledError as e:
                 if e.args[:1] != (LOST,):  # a lost server has nothing to abort
                     self._abort(server, request)
@@ -334,6 +358,33 @@ class ServedEngine(Engine):
             return answer
 
         return await self._pool.call(session, ask)
+
+    def _asked_routes(self, prompt: list[int], session: str | None) -> RoutesAsked | None:
+        """Which routes to ask for: those of a long context would be sent again in each turn."""
+        if self._routes is None:
+            return None
+        known = self._reported.get(session or "", [])
+        return RoutesAsked(self._routes, len(known) - 1 if known and prompt[: len(known)] == known else 0)
+
+    def _completion(
+        self,
+        parts: Sequence[ServerAnswer],
+        finish: str,
+        prompt: list[int],
+        session: str | None,
+        asked: RoutesAsked | None,
+    ) -> Completion:
+        routes = None if asked is None else joined(parts, len(prompt), asked)
+        if routes is not None and session is not None:
+            self._reported[session] = [*prompt, *chain.from_iterable(part.ids for part in parts)]
+        return Completion(
+            ids=tuple(chain.from_iterable(part.ids for part in parts)),
+            logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
+            versions=tuple(chain.from_iterable(part.versions for part in parts)),
+            finish="stop" if finish == "stop" else "length",
+            cached_tokens=parts[0].cached_tokens,
+            routes=routes,
+        )
 
     def _check_answer(self, answer: ServerAnswer, sampling: Sampling, version: int, url: str) -> None:
         """Refuse what no policy samples, so that no error of a server becomes a gradient.
@@ -462,13 +513,3 @@ def load_folder(folder: Path, dtype: torch.dtype, exact: Collection[str] = ()) -
 def _moved(seed: int | None, done: int) -> int | None:
     """Return a new seed: servers count positions per request, so a continuation must not repeat the same draws."""
     return seed if seed is None or not done else (seed + 0x9E3779B97F4A7C15 * done) % 2**63
-
-
-def _completion(parts: Sequence[ServerAnswer], finish: str) -> Completion:
-    return Completion(
-        ids=tuple(chain.from_iterable(part.ids for part in parts)),
-        logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
-        versions=tuple(chain.from_iterable(part.versions for part in parts)),
-        finish="stop" if finish == "stop" else "length",
-        cached_tokens=parts[0].cached_tokens,
-    )

@@ -14,6 +14,7 @@ import pickle
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -34,6 +35,7 @@ from agentrl.engine.servers.client import (
 )
 from agentrl.engine.servers.http import HttpServer, ServerLost, ServerRefused, ServerRestarted, WeightLabels
 from agentrl.engine.servers.inside import LOADER, LOADER_FOLDER
+from agentrl.engine.servers.routes import RoutesAsked, read_routes
 from agentrl.engine.servers.streams import ReadVersion, SGLangStream, best_of
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Sampling
@@ -104,7 +106,8 @@ class SGLangServer:
                 f"and with {LOADER_FOLDER} on PYTHONPATH, or use another engine.sync"
             )
         silent = info.get("skip_tokenizer_init") or info.get("grammar_backend") == "none"
-        return Description(above, seeds, grammars=not silent)
+        routes = bool(info.get("enable_return_routed_experts"))
+        return Description(above, seeds, grammars=not silent, routes=routes)
 
     async def check(self, *, timeout_s: float) -> None:
         """Return if the server can sample a token, or is sampling."""
@@ -118,6 +121,7 @@ class SGLangServer:
         request: str,
         listener: Listener | None = None,
         structure: str | None = None,
+        routes: RoutesAsked | None = None,
     ) -> ServerAnswer:
         """Return one completion with the logprob and weights version of each token."""
         body = {
@@ -125,14 +129,25 @@ class SGLangServer:
             "sampling_params": _sampling_params(sampling) | ({"structural_tag": structure} if structure else {}),
             "return_logprob": True,
             "rid": request,
+            **({"return_routed_experts": True, "routed_experts_start_len": routes.start} if routes else {}),
         }
         if self._adapters is None:
             read: ReadVersion = partial(self._labels.version, sent=self._sent)
-            return _read_answer(await self._generate(body, listener, read), self.url, read)
+            answer = await self._generate(body, listener, read)
+            return self._with_routes(_read_answer(answer, self.url, read), answer, ids, routes)
         with self._adapters.use(request) as adapter, _restarted_without(adapter):
             read = self._reader(adapter)
             answer = await self._generate(body | _named(adapter), listener, read)
-        return _read_answer(answer, self.url, read)
+        return self._with_routes(_read_answer(answer, self.url, read), answer, ids, routes)
+
+    def _with_routes(
+        self, read: ServerAnswer, answer: Any, ids: Sequence[int], routes: RoutesAsked | None
+    ) -> ServerAnswer:
+        text = answer["meta_info"].get("routed_experts")
+        if routes is None or (text is None and read.finish == "abort"):  # broken off before it had any
+            return read
+        length = len(ids) + len(read.ids)
+        return replace(read, routes=read_routes(text, routes, length, f"{self.url}/generate"))
 
     def _reader(self, adapter: Adapter) -> ReadVersion:
         """The version of an adapter that samples, whatever the label of the model below it is."""
@@ -496,4 +511,10 @@ def _connect(url: str, config: EngineConfig) -> SGLangServer:
     )
 
 
-SGLANG = ServerKind(connect=_connect, command=_command, adapters=_adapters, memory_share=0.85)
+SGLANG = ServerKind(
+    connect=_connect,
+    command=_command,
+    adapters=_adapters,
+    memory_share=0.85,
+    routes=("--enable-return-routed-experts",),
+)

@@ -41,6 +41,7 @@ from agentrl.engine.servers.client import (
 )
 from agentrl.engine.servers.http import HttpServer, ServerLost, ServerRefused, ServerRestarted, WeightLabels
 from agentrl.engine.servers.inside import LOADER_FOLDER, WORKER
+from agentrl.engine.servers.routes import RoutesAsked
 from agentrl.engine.servers.streams import VLLMStream
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Sampling
@@ -123,8 +124,10 @@ class VLLMServer:
         request: str,
         listener: Listener | None = None,
         structure: str | None = None,
+        routes: RoutesAsked | None = None,
     ) -> ServerAnswer:
         """Return one completion; all its tokens are sampled with the same weights."""
+        assert routes is None, "agentrl does not ask vLLM for routes"
         await self._go.wait()
         body = {
             "prompt": list(ids),
