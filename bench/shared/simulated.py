@@ -25,7 +25,7 @@ from torch import Tensor
 
 from agentrl.engine.servers.client import Description, GroupPlace, Listener, Scored, ServerAnswer
 from agentrl.engine.servers.http import ServerLost
-from agentrl.engine.servers.routes import RoutesAsked
+from agentrl.engine.servers.reported_routes import RoutesAsked
 from agentrl.types import Completion, Sampling
 
 PREFILL = 60_000.0

@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.engine.base import GenerateOptions
 from agentrl.engine.servers.client import ServerAnswer
-from agentrl.engine.servers.routes import RouteLayout, RoutesAsked, joined, layout_of, read_routes
+from agentrl.engine.servers.reported_routes import RouteLayout, RoutesAsked, joined, layout_of, read_routes
 from agentrl.errors import ConfigError, EngineError
 from agentrl.testing.sglang_server import LoopbackServer
 from agentrl.types import Routes, Sampling

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from agentrl.config.engine import EngineConfig
 from agentrl.config.run import LoRAConfig
 from agentrl.engine.base import TokenLogprob
-from agentrl.engine.servers.routes import RoutesAsked
+from agentrl.engine.servers.reported_routes import RoutesAsked
 from agentrl.types import Routes, Sampling
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from agentrl.engine.servers.kinds import KINDS
 from agentrl.engine.servers.launch.hosts import Connect, GivenHost, LaunchedHost, Recipe
 from agentrl.engine.servers.launch.ray_host import RayCluster, RayHost
 from agentrl.engine.servers.replica_pool import Host, ServedLimits
-from agentrl.engine.servers.routes import layout_of
+from agentrl.engine.servers.reported_routes import layout_of
 from agentrl.engine.servers.server_engine import ServedEngine
 from agentrl.engine.servers.weight_sync import AdapterSync, BroadcastSync, DiskSync, TensorSync, WeightSync
 from agentrl.errors import ConfigError

@@ -27,7 +27,7 @@ from agentrl.engine.checks import ROUNDING, check_prompt, check_sampling
 from agentrl.engine.servers.client import InferenceServer, Listener, ServerAnswer
 from agentrl.engine.servers.http import ServerRefused, ServerRestarted, ServerTaken
 from agentrl.engine.servers.replica_pool import LOST, Host, Replica, ReplicaPool, ServedLimits
-from agentrl.engine.servers.routes import RouteLayout, RoutesAsked, joined
+from agentrl.engine.servers.reported_routes import RouteLayout, RoutesAsked, joined
 from agentrl.engine.servers.weight_sync import AdapterSync, WeightSync, distinct, vocabulary_of
 from agentrl.errors import ConfigError, EngineError
 from agentrl.models.folder import reading_tensors

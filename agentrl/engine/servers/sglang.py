@@ -35,7 +35,7 @@ from agentrl.engine.servers.client import (
 )
 from agentrl.engine.servers.http import HttpServer, ServerLost, ServerRefused, ServerRestarted, WeightLabels
 from agentrl.engine.servers.inside import LOADER, LOADER_FOLDER
-from agentrl.engine.servers.routes import RoutesAsked, read_routes
+from agentrl.engine.servers.reported_routes import RoutesAsked, read_routes
 from agentrl.engine.servers.streams import ReadVersion, SGLangStream, best_of
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Sampling

@@ -41,7 +41,7 @@ from agentrl.engine.servers.client import (
 )
 from agentrl.engine.servers.http import HttpServer, ServerLost, ServerRefused, ServerRestarted, WeightLabels
 from agentrl.engine.servers.inside import LOADER_FOLDER, WORKER
-from agentrl.engine.servers.routes import RoutesAsked
+from agentrl.engine.servers.reported_routes import RoutesAsked
 from agentrl.engine.servers.streams import VLLMStream
 from agentrl.errors import ConfigError, EngineError
 from agentrl.types import Sampling
