@@ -22,6 +22,7 @@ OTHERS = {
     "--enable-lora",
     "--lora-target-modules",
     "--enable-prompt-tokens-details",
+    "--enable-return-routed-experts",
     "--generation-config",
     "--no-enable-chunked-prefill",
     "--host-uds",
