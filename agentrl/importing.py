@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -167,6 +168,29 @@ def load_function(spec: str, where: str) -> Callable[..., Any]:
         raise ConfigError(f"{where}: is a {type(found).__name__}, not a function")
     function: Callable[..., Any] = found
     return function
+
+
+def check_call(function: Callable[..., Any], where: str, *arguments: str) -> None:
+    """Check that a call of a user's function with these arguments runs it.
+
+    Args:
+        where: names the function in messages.
+        arguments: names of the positional arguments.
+
+    Raises:
+        ConfigError: it takes other arguments, is async, or is a generator function.
+    """
+    code = function if inspect.isroutine(function) or isinstance(function, partial) else type(function).__call__
+    if inspect.iscoroutinefunction(code) or inspect.isasyncgenfunction(code):
+        raise ConfigError(f"{where} is async, and nothing would await it")
+    if inspect.isgeneratorfunction(code):
+        raise ConfigError(f"{where} is a generator: write `return` instead of `yield`")
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as e:
+        raise ConfigError(f"{where} must take ({', '.join(arguments)}): {e}") from None
+    except ValueError:  # a function of C code has no signature
+        return
 
 
 def try_function(call: Callable[[], object], where: str) -> None:

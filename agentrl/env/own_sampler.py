@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from agentrl.env.load import said_by
 from agentrl.errors import AgentRLError, ConfigError, traceback_of
-from agentrl.importing import load_object
+from agentrl.importing import check_call, load_object
 from agentrl.types import Group, Task
 
-TRIED = 8
-"""Number of choices of the trial before the state is saved, and after it is restored."""
+TRIED = 16
+"""Number of choices of the trial; the state is saved after half of them."""
 STATE_CHARS = 200
 """Maximum number of characters of a state in a message."""
+
+
+_ARGUMENTS = {"choose": ("number",), "report": ("position", "group"), "state": (), "restore": ("state",)}
+"""The methods of an order, with what they are called with."""
 
 
 class OwnSampler:
@@ -26,31 +31,41 @@ class OwnSampler:
 
     Args:
         use: `module:Class` or `path/to/file.py:Class`, which is called with the tasks, the seed and the options.
-        tasks: the sequence to choose from.
+        tasks: the sequence to choose from. A list is copied: sorting it would move the tasks of other objects.
         seed: seed of the order.
         options: keyword arguments of the class.
+        key: the configuration key that names the class, for messages.
 
     Raises:
         ConfigError: the class cannot be loaded or created, or lacks a method; later, a method raises or returns
             something wrong.
     """
 
-    def __init__(self, use: str, tasks: Sequence[Task], seed: int, options: Mapping[str, Any]) -> None:
-        self.tasks, self.where = tasks, f"data.sampler.order {use}"
+    def __init__(
+        self,
+        use: str,
+        tasks: Sequence[Task],
+        seed: int,
+        options: Mapping[str, Any],
+        key: str = "data.sampler.order",
+    ) -> None:
+        self.where = f"{key} {use}"
+        self.tasks = tuple(tasks) if isinstance(tasks, list) else tasks
         try:
             make = load_object(use)
         except ConfigError as e:
-            raise ConfigError(f"data.sampler.order {e}") from None
+            raise ConfigError(f"{key} {e}") from None
         if not callable(make):
             raise ConfigError(f"{self.where}: must be a class, got a value of type {type(make).__name__}")
-        self.kind = getattr(make, "__qualname__", type(make).__qualname__)
-        self._make: Callable[[], Any] = lambda: make(tasks, seed, **options)
-        self._chooser = self._call(self._make, f"{self.kind}(tasks, seed, **options)")
+        named = make
+        while isinstance(named, partial):
+            named = named.func
+        self.kind = getattr(named, "__qualname__", type(named).__qualname__)
+        self._make: Callable[[], Any] = lambda: make(self.tasks, seed, **options)
+        self._chooser = self._new()
         self._drawn = 0
-        self._reported = False
-        for needed, reason in (("choose", ""), *self._pairs()):
-            if not callable(getattr(self._chooser, needed, None)):
-                raise ConfigError(f"{self.where}: has no method `{needed}`{reason}")
+        self._reports = 0
+        self._check_methods()
 
     @property
     def rated(self) -> bool:
@@ -77,15 +92,9 @@ class OwnSampler:
     def report(self, position: int, group: Group) -> None:
         """Tell the object how the group on the task at `position` ended."""
         self._call(lambda: self._chooser.report(position, group), f"report({position}, group)")
-        if not self._reported:  # before a checkpoint depends on it
-            self._reported = True
-            again = self._call(self._make, f"{self.kind}(tasks, seed, **options)")
-            self._restore(again, state := self._state(self._chooser))
-            if self._state(again) != state:
-                raise ConfigError(
-                    f"{self.where}: after restore(state()), a new object has another state: {_shown(state)} "
-                    f"became {_shown(self._state(again))}"
-                )
+        self._reports += 1
+        if self._reports.bit_count() == 1:  # 1, 2, 4, 8, ...: before a checkpoint depends on it, at little cost
+            self._check_state()
 
     def state(self) -> dict[str, Any]:
         """The state needed to resume, as JSON data."""
@@ -100,29 +109,70 @@ class OwnSampler:
         if own.get("class") == self.kind and state["size"] == len(self.tasks):
             self._restore(self._chooser, own["state"])
 
-    def try_out(self) -> None:
-        """Choose some tasks, and the same ones after a resume, with new objects. Call it before a run.
+    def try_out(self, certain: int) -> None:
+        """Choose some tasks, and the same ones with a stop and a resume, with new objects. Call it before a run.
+
+        Args:
+            certain: number of tasks that the run chooses before anything is reported. The choices after them may
+                depend on reports, so the trial ends where one fails.
 
         Raises:
-            ConfigError: a resumed run would choose others.
+            ConfigError: a choice fails, or a resumed run would choose others.
         """
-        one, other = (self._call(self._make, f"{self.kind}(tasks, seed, **options)") for _ in range(2))
-        for number in range(TRIED):
-            self._choose(one, number)
-        self._restore(other, self._state(one))
-        for number in range(TRIED, 2 * TRIED):
-            first, second = self._choose(one, number), self._choose(other, number)
-            if first != second:
+        unbroken = self._first_choices(certain)
+        half = (len(unbroken) + 1) // 2
+        chooser, after = self._new(), "in another new object"
+        for number, position in enumerate(unbroken):
+            if number == half:
+                state, chooser, after = self._state(chooser), self._new(), "after restore(state()) in a new object"
+                self._restore(chooser, state)
+            if (again := self._choose(chooser, number)) != position:
                 raise ConfigError(
-                    f"{self.where}: choose({number}) returned {first}, and {second} after restore(state()) in a "
-                    "new object, so a resumed run would play other tasks: derive random numbers from `seed` and "
-                    "`number`, and keep everything else that changes in the state"
+                    f"{self.where}: choose({number}) returned {position}, and {again} {after}, so a resumed run "
+                    "would play other tasks: derive random numbers from `seed` and `number`, and keep everything "
+                    "else that changes in the object (not in its class or module) and in the state"
                 )
 
-    def _pairs(self) -> list[tuple[str, str]]:
-        """The methods that others need, with the reason."""
+    def _first_choices(self, certain: int) -> list[int]:
+        chooser, found = self._new(), list[int]()
+        for number in range(TRIED):
+            try:
+                found.append(self._choose(chooser, number))
+            except ConfigError:
+                if number < certain:
+                    raise
+                break
+        return found
+
+    def _new(self) -> Any:
+        return self._call(self._make, f"{self.kind}(tasks, seed, **options)")
+
+    def _check_methods(self) -> None:
+        """Raises ConfigError if a method is missing, or cannot be called."""
         have = [name for name in ("report", "state", "restore") if hasattr(self._chooser, name)]
-        return [(name, f", which `{have[0]}` needs") for name in ("state", "restore") if have]
+        for name in ("choose", *(("state", "restore") if have else ())):
+            if not hasattr(self._chooser, name):
+                reason = "" if name == "choose" else f", which `{have[0]}` needs"
+                raise ConfigError(f"{self.where}: has no method `{name}`{reason}")
+        for name, arguments in _ARGUMENTS.items():
+            method = getattr(self._chooser, name, None)
+            if callable(method):
+                check_call(method, f"{self.where}: `{name}`", *arguments)
+            elif hasattr(self._chooser, name):
+                raise ConfigError(
+                    f"{self.where}: `{name}` must be a method, got a value of type {type(method).__name__}"
+                )
+
+    def _check_state(self) -> None:
+        """Raises ConfigError if a new object does not take the state over."""
+        again = self._new()
+        self._restore(again, self._state(self._chooser))
+        before, after = self._state(self._chooser), self._state(again)
+        if before != after:
+            raise ConfigError(
+                f"{self.where}: after restore(state()), a new object has another state: {_shown(before)} "
+                f"became {_shown(after)}"
+            )
 
     def _choose(self, chooser: Any, number: int) -> int:
         chosen = self._call(lambda: chooser.choose(number), f"choose({number})")

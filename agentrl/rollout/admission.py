@@ -144,7 +144,7 @@ class Admission:
         """
         while (chosen := self._choose()) is not None:
             self._report(chosen)
-            refused = self._replaceable([t for t in chosen if t.group and not self._may_train(t, t.group)])
+            refused = self._replaceable([t for t in chosen if not self._may_train(t)])
             if refused:
                 self._put_aside(refused)
                 continue
@@ -206,8 +206,11 @@ class Admission:
                 return None
         return sorted(chosen, key=lambda t: t.place.order)
 
-    def _may_train(self, ticket: Ticket, group: Group) -> bool:
-        """Whether the group has signal, and the filter takes it."""
+    def _may_train(self, ticket: Ticket) -> bool:
+        """Whether its group has signal, and the filter takes it; True if it could not be replaced anyway."""
+        group = ticket.group
+        if group is None or not self.refill.get(_allowance(ticket.task, self.refill)):
+            return True
         if ticket.trains is None:
             signal = self._signals.get(group.task.env, SUM)
             ticket.trains = group_has_signal(group, signal) and (self._filter is None or self._filter(group))

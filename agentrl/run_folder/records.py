@@ -32,9 +32,9 @@ class EpisodeRecord:
 
     `group` numbers the tasks of the step from 0. `advantages` has one number for each sampled segment of the
     episode, in their order; it is empty when all are 0 (a KL penalty or a teacher may still train the episode) or
-    the episode did not train. `set_aside` marks the groups without signal that gave their places to others
-    (`rollout.refill_zero_signal`); `baseline` the greedy episode that the rest of its group is compared with
-    (`advantage: remax`). `hint` is what a teacher read and the policy did not.
+    the episode did not train. `set_aside` marks the groups without signal, or refused by `rollout.group_filter`,
+    that gave their places to others (`rollout.refill_zero_signal`); `baseline` the greedy episode that the rest of
+    its group is compared with (`advantage: remax`). `hint` is what a teacher read and the policy did not.
     """
 
     step: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from agentrl.config.choice import is_own
 from agentrl.config.run import RunConfig
@@ -31,7 +32,7 @@ def make_admission(
     """
     rollout, views = config.rollout, config.by_env
     by_env = tasks if isinstance(tasks, Mapping) else {"": tasks}
-    samplers = {name: _sampler(view, by_env[name]) for name, view in views.items()}
+    samplers = {name: _sampler(config, name, by_env[name]) for name in views}
     source: TaskSource = (
         samplers[""]
         if not config.envs
@@ -54,21 +55,28 @@ def make_admission(
     )
 
 
-def _sampler(config: RunConfig, tasks: Sequence[Task]) -> TaskSampler | OwnSampler:
-    data = config.data.sampler
+def _sampler(config: RunConfig, name: str, tasks: Sequence[Task]) -> TaskSampler | OwnSampler:
+    """The order of the tasks of one env; its name is empty if it is the only one."""
+    data = config.by_env[name].data.sampler
     if is_own(data.order):
-        return OwnSampler(data.order, tasks, config.seed, data.options)
+        key = f"envs.{name}.data.sampler.order" if name else "data.sampler.order"
+        return OwnSampler(data.order, tasks, config.seed, data.options, key)
     return TaskSampler(tasks, config.seed, data.order, data.window, data.floor)
 
 
-def try_sampler(config: RunConfig, tasks: Sequence[Task]) -> None:
+def try_sampler(config: RunConfig, name: str, tasks: Sequence[Task]) -> None:
     """Try out the order of the tasks of one env if it is the user's own.
 
     Raises:
         ConfigError: it cannot be created, chooses tasks that do not exist, or would choose others after a resume.
     """
-    if isinstance(sampler := _sampler(config, tasks), OwnSampler):
-        sampler.try_out()
+    sampler = _sampler(config, name, tasks)
+    if not isinstance(sampler, OwnSampler):
+        return
+    certain = config.rollout.groups_per_step * (1 if sampler.rated else config.steps)
+    if name:
+        certain = int(certain * config.envs[name].share / sum(env.share for env in config.envs.values()))
+    sampler.try_out(max(1, certain))
 
 
 def save_feed(admission: Admission, folder: Path) -> None:
@@ -83,7 +91,7 @@ def load_feed(admission: Admission, folder: Path) -> list[str]:
     A checkpoint that has no such file was written by a version that took the tasks in order.
 
     Returns:
-        Notes: envs with another number of tasks than in the checkpoint, which changes their order.
+        Notes: envs with another number of tasks than in the checkpoint, or another class that orders them.
 
     Raises:
         CheckpointError: the file is damaged, or missing although the order is not sequential.
@@ -99,25 +107,28 @@ def load_feed(admission: Admission, folder: Path) -> list[str]:
         admission.restore(state)
         if isinstance(sampler, MixedSampler):
             saved = {name: state["envs"][name]["sampler"] for name in sampler.samplers}
-            return [note for name, each in sampler.samplers.items() for note in _resized(name, each, saved[name])]
-        return _resized("", sampler, state) if isinstance(sampler, TaskSampler | OwnSampler) else []
+            return [note for name, each in sampler.samplers.items() for note in _changed(name, each, saved[name])]
+        return _changed("", sampler, state) if isinstance(sampler, TaskSampler | OwnSampler) else []
     except OSError as e:
         raise CheckpointError(f"{file}: cannot read where the tasks stood: {e.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{file}: damaged: {e}") from None
 
 
-def _resized(name: str, sampler: TaskSampler | OwnSampler, saved: Mapping[str, int]) -> list[str]:
-    """A note if the number of tasks differs from that in a saved state."""
+def _changed(name: str, sampler: TaskSampler | OwnSampler, saved: Mapping[str, Any]) -> list[str]:
+    """A note if the tasks are not those of a saved state, or it belongs to another class."""
     now = len(sampler.tasks)
     before = saved.get("size", now)
-    if before == now:
-        return []
     where = f"envs.{name}: " if name else ""
     if isinstance(sampler, OwnSampler):
         effect = f"{sampler.kind} starts from its first state"
+        kind = saved.get("own", {}).get("class", sampler.kind)
+        if kind != sampler.kind:
+            return [f"{where}the checkpoint has the state of the order {kind}: {effect}"]
     elif sampler.rated:
         effect = "solve rates of tasks are measured from scratch"
     else:
         effect = "their order changes, so this pass may repeat or skip some"
+    if before == now:
+        return []
     return [f"{where}{now:,} training tasks, {before:,} when the checkpoint was saved: {effect}"]

@@ -265,7 +265,7 @@ def _check_part(config: RunConfig, name: str, content: Content, store: RunStore,
         store.event(f"{where}solved: {rule}")
     if config.by_env[name].data.sampler.order == "weighted":
         require_solved(content, f"{where}data.sampler.order: weighted")
-    try_sampler(config.by_env[name], content.train_tasks)
+    try_sampler(config, name, content.train_tasks)
 
 
 async def _load_learner(config: RunConfig, policy: Path, start: Path, reporter: Reporter) -> Learner:

@@ -40,7 +40,8 @@ TOOLS: Mapping[str, str] = {
 }
 STEP: Mapping[str, str] = {
     "failed": "Lost to an infrastructure failure: it has no reward and does not train.",
-    "set_aside": "Played, but left out of this step: its group had no signal and was replaced.",
+    "set_aside": "Played, but left out of this step: its group had no signal or was refused by the group filter, "
+    "and another group took its place.",
     "cut": "Ended at a limit on turns, tokens, calls, context or time.",
     "stale": "Some tokens were sampled with older weights than those that this step updates.",
     "no_signal": "All episodes of the group have the same reward, so none is better than the others. A KL penalty "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,10 @@ def group(task: Task, *solved: bool) -> Group:
     return Group(task, tuple(Episode("e", task, (), (), (), stop, float(s), solved=s) for s in solved))
 
 
-def own(kind: object, **options: Any) -> OwnSampler:
+def own(kind: object, certain: int = 16, **options: Any) -> OwnSampler:
     globals()["Tried"] = kind
     sampler = OwnSampler(f"{__name__}:Tried", TASKS, 3, options)
-    sampler.try_out()
+    sampler.try_out(certain)
     return sampler
 
 
@@ -71,7 +72,7 @@ def test_it_gets_the_tasks_the_seed_and_its_options():
     seeds = []
 
     def make(tasks: Sequence[Task], seed: int) -> Backward:
-        assert tasks is TASKS
+        assert [*tasks] == TASKS
         seeds.append(seed)
         return Backward(tasks, seed)
 
@@ -112,6 +113,53 @@ def test_a_resumed_order_continues_and_a_replacement_is_the_next_one(kind: type)
         assert set(drawn(one, 60)) == {1, 3, 5, 7} | set(
             json.loads(json.dumps(one.state()))["own"]["state"]["left"]
         )
+
+
+class Queue:
+    """A task is chosen again once its last group was reported."""
+
+    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+        self.queue = [*range(len(tasks))]
+
+    def choose(self, number: int) -> int:
+        return self.queue.pop(0)
+
+    def report(self, position: int, group: Group) -> None:
+        self.queue.append(position)
+
+    def state(self) -> Any:
+        return {"queue": self.queue}
+
+    def restore(self, state: Any) -> None:
+        self.queue = state.pop("queue")
+
+
+def test_a_choice_that_needs_reports_may_fail_in_the_trial_but_not_one_that_comes_before_them():
+    sampler = own(Queue, certain=4)
+    for _ in range(5):
+        (position,) = drawn(sampler, 1)
+        sampler.report(position, group(TASKS[position], True))
+    with pytest.raises(ConfigError, match=r"choose\(9\) raised IndexError: pop from empty list"):
+        own(Queue, certain=10)
+
+
+def test_it_cannot_move_the_tasks_of_others():
+    class Sorting(Backward):
+        def __init__(self, tasks: Any, seed: int) -> None:
+            tasks.sort(key=lambda task: task.id, reverse=True)
+
+    with pytest.raises(ConfigError, match="AttributeError: 'tuple' object has no attribute 'sort'"):
+        own(Sorting)
+    assert [task.id for task in TASKS] == [f"t{i}" for i in range(9)]
+
+
+def test_a_partial_is_the_class_in_it():
+    one = own(partial(Learning))
+    (position,) = drawn(one, 1)
+    one.report(position, group(TASKS[position], True))
+    other = own(Learning)
+    other.restore(one.state())
+    assert other.state() == one.state()
 
 
 def test_numpy_integers_are_positions_and_a_large_sequence_is_not_copied():
@@ -191,6 +239,27 @@ class TestRefusals:
             type("S", (Backward,), {"state": lambda self: 1}), "has no method `restore`, which `state` needs"
         )
 
+    def test_what_is_no_method(self):
+        parts = {"state": {"count": 1}, "restore": lambda self, state: None}
+        self.refused(type("S", (Backward,), parts), "`state` must be a method, got a value of type dict")
+
+    def test_a_method_that_nothing_would_run(self):
+        """Before the run: the first groups are reported after the first step."""
+
+        async def later(self: object, position: int, group: Group) -> None: ...
+
+        def lazily(self: object, position: int, group: Group) -> Iterator[None]:
+            yield
+
+        said = "is async, and nothing would await it", "is a generator: write `return` instead of `yield`"
+        for report, message in zip((later, lazily), said, strict=True):
+            self.refused(type("Odd", (Learning,), {"report": report}), f"`report` {message}")
+
+    def test_other_arguments(self):
+        kind = type("Odd", (Learning,), {"report": lambda self, group: None})
+        self.refused(kind, "`report` must take (position, group): too many positional arguments")
+        self.refused(type("Odd", (Backward,), {"choose": lambda self: 0}), "`choose` must take (number)")
+
     @pytest.mark.parametrize("chosen", [9, -1, 2.0, "3", None, True, (1,)])
     def test_what_is_no_position(self, chosen: object):
         kind = type("Odd", (Backward,), {"choose": lambda self, number: chosen})
@@ -216,6 +285,24 @@ class TestRefusals:
                 return self.count % 9
 
         self.refused(Forgetful, "choose(8) returned 0, and 1 after restore(state()) in a new object")
+
+    def test_what_objects_share(self):
+        """Else the trial would change what the run chooses."""
+
+        class Sharing(Backward):
+            seen: list[int] = []  # noqa: RUF012 - that is the mistake
+
+            def choose(self, number: int) -> int:
+                self.seen.append(number)
+                return len(self.seen) % 9
+
+            def state(self) -> Any:
+                return self.seen
+
+            def restore(self, state: Any) -> None:
+                self.seen = state
+
+        self.refused(Sharing, "choose(0) returned 1, and 8 in another new object")
 
     @pytest.mark.parametrize(
         ("state", "said"),
@@ -259,6 +346,27 @@ class TestRefusals:
         with pytest.raises(
             ConfigError, match=r"after restore\(state\(\)\), a new object has another state: \{'left'"
         ):
+            sampler.report(4, group(TASKS[4], True))
+
+    def test_a_state_that_is_no_json_after_some_reports(self):
+        class Rates(Learning):
+            def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+                super().__init__(tasks, seed)
+                self.rates: dict[Any, Any] = {}
+
+            def report(self, position: int, group: Group) -> None:
+                if any(e.solved for e in group.episodes):
+                    self.rates[position] = 1.0
+
+            def state(self) -> Any:
+                return self.rates
+
+            def restore(self, state: Any) -> None:
+                self.rates = state
+
+        sampler = own(Rates)
+        sampler.report(3, group(TASKS[3], False))
+        with pytest.raises(ConfigError, match=r"\{4: 1\.0\} would become \{'4': 1\.0\}"):
             sampler.report(4, group(TASKS[4], True))
 
 

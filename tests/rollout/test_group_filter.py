@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from agentrl.env.curriculum import TaskSampler
+from agentrl.env.mixture import MixedSampler
 from agentrl.errors import ConfigError
 from agentrl.rollout.admission import Admission, Ticket
 from agentrl.rollout.group_filter import load_filter
@@ -93,5 +94,54 @@ def test_what_is_no_function_is_refused(tmp_path: Path):
     globals()["given"] = 3
     with pytest.raises(ConfigError, match=r"^rollout\.group_filter .*:given: is a int, not a function"):
         load_filter(f"{__name__}:given")
+    globals()["given"] = Group
+    with pytest.raises(ConfigError, match=r"^rollout\.group_filter .*:given: is a class, not a function"):
+        load_filter(f"{__name__}:given")
     with pytest.raises(ConfigError, match=r"^rollout\.group_filter '.*/a\.py:f': "):
         load_filter(f"{tmp_path}/a.py:f")
+
+
+def test_what_cannot_be_called_with_a_group_is_refused_before_the_run():
+    async def later(group: Group) -> bool:
+        return True
+
+    with pytest.raises(ConfigError, match=r":given: is async, and nothing would await it"):
+        filtered(later)
+    slime: Any = lambda args, samples, **kwargs: True  # noqa: E731
+    with pytest.raises(ConfigError, match=r":given: must take \(group\): missing a required argument: 'samples'"):
+        filtered(slime)
+
+
+class Threshold:
+    def __call__(self, group: Group) -> bool:
+        return True
+
+
+def test_an_object_that_can_be_called_is_a_function():
+    admission = filtered(Threshold())
+    for ticket in admission.admit(0):
+        complete(ticket, 0.0, 1.0)
+    assert admission.form() is not None
+
+
+def test_groups_of_an_env_without_a_limit_are_not_asked_for():
+    asked = []
+
+    def none(group: Group) -> bool:
+        asked.append(group.task.env)
+        return False
+
+    globals()["given"] = none
+    samplers = {env: TaskSampler([Task(f"{env}{i}", env=env) for i in range(9)]) for env in ("a", "b")}
+    admission = Admission(
+        MixedSampler(samplers, {"a": 1, "b": 1}),
+        groups_per_step=4,
+        last_step=1,
+        refill={"a": 1, "b": 0},
+        group_filter=load_filter(f"{__name__}:given"),
+    )
+    while (batch := admission.form()) is None:
+        for ticket in admission.admit(0):
+            complete(ticket, 0.0, 1.0)
+    assert [g.task.env for g in batch.aside] == ["a"]
+    assert asked == ["a", "a", "a"]
