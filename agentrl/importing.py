@@ -45,10 +45,15 @@ def name_object(given: object, *, factory: bool = False) -> str:
         if found is given:
             return f"{module}:{name}"
     short = re.sub(r"\W", "", name.rpartition(".")[2]) or "function"
-    number, spec = 1, f"{module}:{short}"
-    while not _may_replace(_given.setdefault(spec, (given, factory))[0], given):  # also by other threads
+    number, name = 1, short
+    imported = None if module == "__main__" else sys.modules.get(module)
+    while hasattr(imported, name) or not _may_replace(
+        _given.setdefault(f"{module}:{name}", (given, factory))[0],
+        given,  # also by other threads
+    ):
         number += 1
-        spec = f"{module}:{short}_{number}"
+        name = f"{short}_{number}"
+    spec = f"{module}:{name}"
     _given[spec] = given, factory
     return spec
 

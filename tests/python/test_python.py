@@ -343,6 +343,21 @@ def test_two_lambdas_have_two_names():
     assert name_object(one) == name_object(one) != name_object(other)
 
 
+class Halving:
+    def __call__(self, value: float) -> float:
+        return value / 2
+
+
+def test_an_instance_and_a_nested_function_do_not_take_the_name_of_what_can_be_imported():
+    def scaled_by_two(value: float) -> float:
+        return value * 2
+
+    scaled_by_two.__qualname__ = "made.<locals>.Halving"
+    for given in (Halving(), scaled_by_two, Halving):
+        assert load_object(name_object(given)) is given
+        assert load_object(f"{__name__}:Halving") is Halving
+
+
 def test_an_object_of_a_notebook_is_named_in_another_process():
     with pytest.raises(agentrl.ConfigError, match="was defined in another process"):
         load_object("__main__:never_defined_here")
