@@ -117,8 +117,8 @@ _DATA = [
             "custom_cls.path": "rows come from files or from an env: write the dataset class as the `tasks` "
             "classmethod of an Env, or save its rows to a file",
             "custom_cls.name": "see data.custom_cls.path",
-            "sampler.class_path": "tasks are taken in order, shuffled, weighted by solve rate, or as a class with "
-            "a method `choose` says (data.sampler.order, docs/environments.md#order)",
+            "sampler.class_path": "data.sampler.order is sequential, shuffled, weighted, or a class of your own "
+            "with a method `choose`: rewrite the sampler as such a class (docs/environments.md#order)",
             "sampler.class_name": "see data.sampler.class_path",
             "datagen.*": "rows made during training: write the env's `tasks` as a sequence that makes them",
             "collate_fn": "episodes are packed by the learner; no tensors are collated from rows",

@@ -47,6 +47,7 @@ from agentrl.sandbox import close_pools
 from agentrl.scratch import ScratchFolder
 from agentrl.trainer.algorithm import Algorithm, algorithm_of
 from agentrl.trainer.estimator import check_penalties, check_weights, make_estimator
+from agentrl.trainer.feed import check_feed
 from agentrl.trainer.hints import check_hints, hint_of
 from agentrl.trainer.rewardless import no_reward
 from agentrl.trainer.room import too_long
@@ -112,6 +113,7 @@ def rehearsals(
     refuse_unknown_targets(config)
     for view in config.by_env.values():
         make_estimator(view.algorithm)
+    check_feed(config, content)
     return {
         name: rehearse(view, play_outside=play_outside, content=content.by_env[name], everything=content, say=say)
         for name, view in config.by_env.items()

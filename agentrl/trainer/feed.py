@@ -14,6 +14,7 @@ from agentrl.env.mixture import MixedSampler, TaskSource
 from agentrl.env.own_sampler import OwnSampler
 from agentrl.errors import CheckpointError
 from agentrl.rollout.admission import Admission
+from agentrl.rollout.content import Content, require_solved
 from agentrl.rollout.group_filter import load_filter
 from agentrl.run_folder.files import write_atomic
 from agentrl.types import Task
@@ -64,19 +65,32 @@ def _sampler(config: RunConfig, name: str, tasks: Sequence[Task]) -> TaskSampler
     return TaskSampler(tasks, config.seed, data.order, data.window, data.floor)
 
 
-def try_sampler(config: RunConfig, name: str, tasks: Sequence[Task]) -> None:
-    """Try out the order of the tasks of one env if it is the user's own.
+def check_feed(config: RunConfig, content: Content) -> None:
+    """Check what chooses tasks and groups, before a run depends on it; an order of the user's is tried out.
 
     Raises:
-        ConfigError: it cannot be created, chooses tasks that do not exist, or would choose others after a resume.
+        ConfigError: it cannot be loaded, needs to know what is solved, chooses tasks that do not exist, or would
+            choose others after a resume.
     """
-    sampler = _sampler(config, name, tasks)
-    if not isinstance(sampler, OwnSampler):
-        return
-    certain = config.rollout.groups_per_step * (1 if sampler.rated else config.steps)
-    if name:
-        certain = int(certain * config.envs[name].share / sum(env.share for env in config.envs.values()))
-    sampler.try_out(max(1, certain))
+    for name, part in content.by_env.items():
+        if config.by_env[name].data.sampler.order == "weighted":
+            where = f"envs.{name}: " if name else ""
+            require_solved(part, f"{where}data.sampler.order: weighted")
+        sampler = _sampler(config, name, part.train_tasks)
+        if isinstance(sampler, OwnSampler):
+            sampler.try_out(max(1, _chosen_before_reports(config, name, sampler)))
+    if config.rollout.group_filter is not None:
+        load_filter(config.rollout.group_filter)
+    if config.rollout.env_shares == "solve_rate":
+        require_solved(content, "rollout.env_shares: solve_rate")
+
+
+def _chosen_before_reports(config: RunConfig, name: str, sampler: OwnSampler) -> int:
+    """How many tasks of an env the run chooses at least before it reports the first group."""
+    num = config.rollout.groups_per_step * (1 if sampler.rated else config.steps)
+    if not name:
+        return num
+    return int(num * config.envs[name].share / sum(env.share for env in config.envs.values()))
 
 
 def save_feed(admission: Admission, folder: Path) -> None:
@@ -121,7 +135,7 @@ def _changed(name: str, sampler: TaskSampler | OwnSampler, saved: Mapping[str, A
     before = saved.get("size", now)
     where = f"envs.{name}: " if name else ""
     if isinstance(sampler, OwnSampler):
-        effect = f"{sampler.kind} starts from its first state"
+        effect = f"{sampler.kind} starts from its initial state"
         kind = saved.get("own", {}).get("class", sampler.kind)
         if kind != sampler.kind:
             return [f"{where}the checkpoint has the state of the order {kind}: {effect}"]

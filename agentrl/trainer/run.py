@@ -36,10 +36,8 @@ from agentrl.rollout.content import (
     load_content,
     repeated_ids,
     require_endpoints,
-    require_solved,
 )
 from agentrl.rollout.group import GroupPlayer, GroupsByEnv
-from agentrl.rollout.group_filter import load_filter
 from agentrl.rollout.lifecycle import EpisodeStatus
 from agentrl.rollout.prompts import fitting
 from agentrl.rollout.renderer import check_renderer, load_renderer, require_template
@@ -54,7 +52,7 @@ from agentrl.trainer.code_check import CheckedCode, check_code
 from agentrl.trainer.estimator import check_penalties, check_weights
 from agentrl.trainer.evaluation import EvaluationParts, check_background, make_evaluation
 from agentrl.trainer.examiner import Examiner
-from agentrl.trainer.feed import load_feed, make_admission, try_sampler
+from agentrl.trainer.feed import check_feed, load_feed, make_admission
 from agentrl.trainer.hints import check_hints, make_hints
 from agentrl.trainer.in_step import InStep, starting_engine
 from agentrl.trainer.logging import logging, rewind
@@ -244,10 +242,7 @@ def _checked_content(config: RunConfig, store: RunStore, reporter: Reporter) -> 
         reporter.note(note)
     for name, part in content.by_env.items():
         _check_part(config, name, part, store, reporter)
-    if config.rollout.group_filter is not None:
-        load_filter(config.rollout.group_filter)  # before a cold start, which takes time
-    if config.rollout.env_shares == "solve_rate":
-        require_solved(content, "rollout.env_shares: solve_rate")
+    check_feed(config, content)  # before a cold start, which takes time
     return content
 
 
@@ -263,9 +258,6 @@ def _check_part(config: RunConfig, name: str, content: Content, store: RunStore,
         reporter.note(f"{where}solved: {NOT_DECLARED}; held-out tasks are compared by their reward")
     else:
         store.event(f"{where}solved: {rule}")
-    if config.by_env[name].data.sampler.order == "weighted":
-        require_solved(content, f"{where}data.sampler.order: weighted")
-    try_sampler(config, name, content.train_tasks)
 
 
 async def _load_learner(config: RunConfig, policy: Path, start: Path, reporter: Reporter) -> Learner:

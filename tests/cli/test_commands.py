@@ -333,6 +333,21 @@ class TestBadInput:
         assert said in err
         assert f"{Path(agentrl.__file__).parent}/" not in err  # a traceback shows the author's lines only
 
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            ("data: {sampler: {order: own.py:Order}}", "data.sampler.order"),
+            ("rollout: {refill_zero_signal: 4, group_filter: own.py:trains}", "rollout.group_filter"),
+        ],
+    )
+    def test_an_order_and_a_filter_that_do_not_exist(self, run, tmp_path: Path, settings: str, said: str):
+        write(tmp_path / "steps.py", STEPS)
+        write(tmp_path / "own.py", "")
+        path = write(tmp_path / "tools.yaml", f"env: steps.py:Steps\nmodel: {{tiny: {{}}}}\n{settings}\n")
+        code, _, err = run("check", path)
+        assert code == 2
+        assert f"{said} '{tmp_path}/own.py:" in err
+
     def test_a_tool_that_fails_is_said(self, run, tmp_path: Path):
         path = write(tmp_path / "tools.yaml", "env: steps.py:Steps\nmodel: {tiny: {}}\n")
         for body, said in (("return ToolResult(", False), ("raise RuntimeError('boom') #", True)):

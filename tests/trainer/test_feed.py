@@ -12,9 +12,9 @@ from agentrl.env.toolenv.env import ToolEnv
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.admission import Admission, Batch
-from agentrl.rollout.content import Content
+from agentrl.rollout.content import Content, mixed
 from agentrl.rollout.prompts import fitting, prompt_tokens
-from agentrl.trainer.feed import SAMPLER_FILE, load_feed, make_admission, save_feed, try_sampler
+from agentrl.trainer.feed import SAMPLER_FILE, check_feed, load_feed, make_admission, save_feed
 from agentrl.types import Episode, Group, Message, StopReason, Task, Turn
 
 TASKS = [Task(f"t{i}", {"number": i}) for i in range(10)]
@@ -89,7 +89,7 @@ def test_a_damaged_or_missing_state_is_named(tmp_path: Path):
         ("sequential", "repeat or skip"),
         ("shuffled", "repeat or skip"),
         ("weighted", "measured from scratch"),
-        (OWN, "Learning starts from its first state"),
+        (OWN, "Learning starts from its initial state"),
     ],
 )
 def test_another_number_of_tasks_is_noted(tmp_path: Path, order: str, effect: str):
@@ -111,27 +111,22 @@ def test_an_env_with_another_number_of_tasks_is_named(tmp_path: Path):
 def test_a_state_of_another_class_is_noted(tmp_path: Path):
     save_feed(feed(OWN), tmp_path)
     (note,) = load_feed(feed("tests.env.test_own_sampler:Backward"), tmp_path)
-    assert note == "the checkpoint has the state of the order Learning: Backward starts from its first state"
+    assert note == "the checkpoint has the state of the order Learning: Backward starts from its initial state"
     assert load_feed(feed(OWN), tmp_path) == []
     assert load_feed(feed("weighted"), tmp_path) == []
 
 
 def test_the_trial_expects_only_what_the_run_chooses_before_reports():
     queue = "tests.env.test_own_sampler:Queue"  # it has as many choices as tasks
-    order = {"sampler": {"order": queue}}
+    order, content = {"sampler": {"order": queue}}, Content(ToolEnv, TASKS, (), ())
     envs = {"sql": {"use": "a:B", "share": 3, "data": order}, "math": {"use": "a:B"}}
-    for settings, name in (
-        ({"env": "a:B", "data": order}, ""),
-        ({"env": None, "envs": envs}, "sql"),
+    for key, settings, given in (
+        ("data", {"data": order}, content),
+        ("envs.sql.data", {"env": None, "envs": envs}, mixed({"sql": content, "math": content})),
     ):
-        for groups in (4, 40):
-            run = config(**settings, rollout={"groups_per_step": groups})
-            if groups == 4:
-                try_sampler(run, name, TASKS)
-                continue
-            key = "envs.sql.data.sampler.order" if name else "data.sampler.order"
-            with pytest.raises(ConfigError, match=rf"^{key} {queue}: choose\(10\) raised IndexError"):
-                try_sampler(run, name, TASKS)
+        check_feed(config(**settings, rollout={"groups_per_step": 4}), given)
+        with pytest.raises(ConfigError, match=rf"^{key}.sampler.order {queue}: choose\(10\) raised IndexError"):
+            check_feed(config(**settings, rollout={"groups_per_step": 40}), given)
 
 
 def test_a_checkpoint_without_a_state_goes_on_in_order(tmp_path: Path):
