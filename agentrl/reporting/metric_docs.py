@@ -109,6 +109,11 @@ METRICS: tuple[MetricDoc, ...] = (
         ),
         ("refilled_episodes", "episodes", "Episodes in the groups that were replaced."),
         (
+            "refused_groups",
+            "groups",
+            "Groups that `group_filter` refused and that train because `refill_zero_signal` replaces no more.",
+        ),
+        (
             "faults/{name}",
             "episodes",
             "Episodes in which this reward, or the env itself (`step`), raised or returned no usable number; "

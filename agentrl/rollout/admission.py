@@ -41,9 +41,10 @@ class Ticket:
     task: Task
     version: int
     group: Group | None = None
-    reported: bool = False
     trains: bool | None = None
     """Whether its group may train; None until that has been asked."""
+    refused: bool = False
+    """Whether the filter says that it may not."""
 
     @property
     def name(self) -> str:
@@ -56,13 +57,14 @@ class Batch:
     """The groups of one step, in the order of their tasks.
 
     Groups in `aside` were also complete, but all their episodes scored the same, or a filter refused them, so
-    other groups replaced them.
-    `metrics` describe the wait for the batch and the groups in flight at its completion.
+    other groups replaced them. The filter also refused `refused` of `groups`, which train because the limit of
+    replacements was reached. `metrics` describe the wait for the batch and the groups in flight at its completion.
     """
 
     step: int
     groups: tuple[Group, ...]
     aside: tuple[Group, ...] = ()
+    refused: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -115,6 +117,8 @@ class Admission:
         self._pending: deque[Place] = deque()  # admitted before new ones
         self._under_way: list[Ticket] = []
         self._aside: list[Group] = []
+        self._replaced: list[str] = []  # the allowance of each group that was replaced in this step
+        self._reported = set[str]()  # names of groups in flight whose results the sampler has
 
     @property
     def over(self) -> bool:
@@ -150,9 +154,11 @@ class Admission:
                 continue
             for ticket in chosen:
                 self._under_way.remove(ticket)
-            batch = Batch(self.next_step, tuple(t.group for t in chosen if t.group), tuple(self._aside))
+            left = sum(ticket.refused for ticket in chosen)
+            batch = Batch(self.next_step, tuple(t.group for t in chosen if t.group), tuple(self._aside), left)
             self.next_step += 1
-            self._aside = []
+            self._reported -= {ticket.name for ticket in chosen}
+            self._aside, self._replaced = [], []
             return batch
         return None
 
@@ -160,7 +166,13 @@ class Admission:
         """The state needed to resume, as JSON data; groups in flight are replayed after a resume."""
         places = sorted([*self._pending, *(t.place for t in self._under_way)], key=lambda p: p.order)
         again = [[p.order, p.label, p.number, p.position] for p in places]
-        return self.sampler.state() | {"planned": self._planned, "named": self._following, "again": again}
+        return self.sampler.state() | {
+            "planned": self._planned,
+            "named": self._following,
+            "again": again,
+            "replaced": self._replaced,
+            "reported": sorted(self._reported),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved `state`. Raises KeyError, TypeError or ValueError if it is invalid."""
@@ -173,6 +185,8 @@ class Admission:
         steps, number = divmod(self._planned, self.groups_per_step)
         step, number = state.get("named", (steps + 1, number))
         self._following = (int(step), int(number))
+        self._replaced = [str(env) for env in state.get("replaced", ())]
+        self._reported = {str(name) for name in state.get("reported", ())}
 
     def _ticket(self, version: int) -> Ticket:
         if self._pending:
@@ -213,20 +227,22 @@ class Admission:
             return True
         if ticket.trains is None:
             signal = self._signals.get(group.task.env, SUM)
-            ticket.trains = group_has_signal(group, signal) and (self._filter is None or self._filter(group))
+            has_signal = group_has_signal(group, signal)
+            ticket.refused = has_signal and self._filter is not None and not self._filter(group)
+            ticket.trains = has_signal and not ticket.refused
         return ticket.trains
 
     def _report(self, chosen: Sequence[Ticket]) -> None:
         for ticket in chosen:
-            if not ticket.reported and ticket.group is not None:
-                ticket.reported = True
+            if ticket.name not in self._reported and ticket.group is not None:
+                self._reported.add(ticket.name)
                 if self.sampler.rated:
                     self.sampler.report(ticket.place.position, ticket.group)
 
     def _replaceable(self, refused: Sequence[Ticket]) -> list[Ticket]:
         """Those of these groups that the step may still replace, in their order."""
         left = Counter(self.refill)
-        left.subtract(_allowance(group.task, self.refill) for group in self._aside)
+        left.subtract(self._replaced)
         found = []
         for ticket in refused:
             env = _allowance(ticket.task, self.refill)
@@ -237,13 +253,15 @@ class Admission:
 
     def _put_aside(self, refused: Sequence[Ticket]) -> None:
         """Release the slots of these groups for the next tasks."""
-        label = f"{self._named(self.next_step)}/refill{len(self._aside)}"
+        label = f"{self._named(self.next_step)}/refill{len(self._replaced)}"
         drawn = [self.sampler.replacement(ticket.place.position) for ticket in refused]
         new = []
         for number, (ticket, (position, _)) in enumerate(zip(refused, drawn, strict=True)):
             new.append(replace(ticket.place, label=label, number=number, position=position))
             self._under_way.remove(ticket)
             self._aside += [ticket.group] if ticket.group is not None else []
+            self._replaced.append(_allowance(ticket.task, self.refill))
+            self._reported.discard(ticket.name)
         self._pending.extendleft(reversed(new))
 
 

@@ -67,6 +67,8 @@ class StepLog:
         }
         if any(view.rollout.refill_zero_signal for view in self.config.by_env.values()):
             found |= set_aside(batch.aside)
+        if self.config.rollout.group_filter is not None:
+            found["refused_groups"] = float(batch.refused)
         for name in self.config.envs:
             found |= _metrics_of_env(name, batch, signals)
         return found

@@ -289,6 +289,7 @@ class Receiver:
             raise ServerRefused(answer)
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("place", "fault"),
     [
@@ -312,7 +313,7 @@ async def test_a_server_that_is_lost_to_a_broadcast_leaves_the_others_with_all_w
     sync = BroadcastSync(backend="gloo", bucket_bytes=1 << 20, timeout_s=3600.0)
     sent = {str(n): torch.ones(1000, 1000) for n in range(8)}
     try:
-        failures = await asyncio.wait_for(sync.push(cast("Any", receivers), sent, 1), 100)
+        failures = await asyncio.wait_for(sync.push(cast("Any", receivers), sent, 1), 300)
         assert receivers[place] in failures
         # On a busy machine, the gloo of another one may not notice that its connection was closed.
         waiting = [str(e) for one, e in failures.items() if one is not receivers[place]]

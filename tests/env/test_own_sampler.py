@@ -378,7 +378,7 @@ def test_the_curriculum_of_the_documentation_opens_a_level_when_the_last_one_is_
         return OwnSampler(f"{tmp_path}/levels.py:Levels", TASKS, 3, {"until": 0.8})
 
     sampler = made()
-    sampler.try_out()
+    sampler.try_out(4)
     for hardest in (0, 1, 2, 2):
         drawn_levels = set()
         for count in range(60):

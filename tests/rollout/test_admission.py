@@ -102,6 +102,29 @@ class TestSynchronous:
         assert admission.form() is not None
         assert sampler.state()["results"] == {"0": [1.0, 0.0, 1.0]}
 
+    def test_what_was_reported_and_replaced_in_a_step_survives_a_resume(self):
+        """A run that has to leave within a step saves this."""
+        sampler = TaskSampler(TASKS[:6], order="weighted", window=9)
+        admission = Admission(sampler, groups_per_step=2, last_step=6, refill=1)
+        one, dull = admission.admit(0)
+        complete(one, 0.0, 1.0, solved=False)
+        complete(dull, 1.0, 1.0, solved=True)
+        assert admission.form() is None
+        before = sampler.state()["results"]
+        resumed = TaskSampler(TASKS[:6], order="weighted", window=9)
+        again = Admission(resumed, groups_per_step=2, last_step=6, refill=1)
+        again.restore(json.loads(json.dumps(admission.state())))
+        assert again.state() == admission.state()
+        tickets = again.admit(0)
+        assert [t.name for t in tickets] == [one.name, "s1/refill0/g0"]
+        complete(tickets[0], 0.0, 1.0, solved=True)
+        assert again.form() is None
+        complete(tickets[1], 0.0, 0.0, solved=False)
+        batch = again.form()
+        assert batch is not None, "the one replacement of the step is used up"
+        assert sum(map(len, resumed.state()["results"].values())) == sum(map(len, before.values())) + 1
+        assert again.state()["reported"] == again.state()["replaced"] == []
+
     def test_nothing_is_played_that_would_not_be_trained(self):
         admission = make(last=2, max_staleness=4)
         assert len(admission.admit(0)) == 6

@@ -52,6 +52,7 @@ def test_refused_groups_are_replaced_within_the_limit_and_each_is_asked_for_once
     batch = admission.form()
     assert batch is not None
     assert [g.task.id for g in batch.groups] == ["t5", "t1", "t4"], "beyond the limit, a refused group trains"
+    assert batch.refused == 1
     assert [g.task.id for g in batch.aside] == ["t0", "t2", "t3"]
     assert asked == ["t0", "t1", "t3", "t4", "t5"]
 

@@ -512,6 +512,7 @@ def test_groups_that_a_filter_refuses_do_not_train(tmp_path: Path):
     assert 0 < max(line["refilled_groups"] for line in lines[1:]) < 40
     aside = set()
     for line in lines[1:]:
+        assert line["refused_groups"] == 0
         earned = Counter[tuple[bool, int | None]]()
         for record in read_records(tmp_path / "run", int(line["step"])):
             earned[record.set_aside, record.group] += int(record.episode.reward or 0)
