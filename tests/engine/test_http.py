@@ -72,3 +72,14 @@ async def test_a_caller_that_is_cancelled_is_not_told_of_a_loss() -> None:
             await asking
         assert (await server.get("/server_info"))["max_req_input_len"] == there.max_context
         await server.close()
+
+
+async def test_a_stream_has_ended_when_it_says_so() -> None:
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 4}, "stream": True}
+    async with LoopbackServer() as there:
+        server = HttpServer(there.url, timeout_s=20)
+        assert [event["output_ids"] async for event in server.events("/generate", body)][-1][:1] == [2]
+        there.break_after = 2
+        with pytest.raises(ServerLost):
+            [event async for event in server.events("/generate", body)]
+        await server.close()

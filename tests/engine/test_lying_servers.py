@@ -20,12 +20,22 @@ from agentrl.engine.servers.client import GroupPlace, Listener
 from agentrl.engine.servers.http import ServerLost, ServerRefused
 from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.streams import SGLangStream
-from agentrl.engine.servers.weight_sync import BroadcastSync, _address_towards
+from agentrl.engine.servers.weight_sync import AdapterSync, BroadcastSync, DiskSync, _address_towards
 from agentrl.errors import EngineError
 from agentrl.testing.sglang_server import LoopbackServer
 from agentrl.types import Sampling
 from tests.engine.broadcast_peer import serve
-from tests.engine.test_served import PROMPT, VOCABULARY, engine_over, expected, model, servers, until, weights
+from tests.engine.test_served import (
+    PROMPT,
+    VOCABULARY,
+    adapter,
+    engine_over,
+    expected,
+    model,
+    servers,
+    until,
+    weights,
+)
 
 __all__ = ["model"]
 
@@ -46,6 +56,13 @@ def first_logprob(logprob: object) -> Callable[[dict[str, Any]], dict[str, Any]]
     return changed
 
 
+def one_more(answer: dict[str, Any]) -> dict[str, Any]:
+    answer["output_ids"].append(1)
+    answer["meta_info"]["output_token_logprobs"].append([-1.0, 1, None])
+    answer["meta_info"]["weight_versions"][-1]["end"] += 1
+    return answer
+
+
 def cached(count: object) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda answer: {**answer, "meta_info": {**answer["meta_info"], "cached_tokens": count}}
 
@@ -60,6 +77,7 @@ def cached(count: object) -> Callable[[dict[str, Any]], dict[str, Any]]:
         (first_id("5"), "not a completion"),
         (first_id(math.inf), "not a completion"),
         (first_logprob(5.0), r"log-probability 5\.0 is above 0"),
+        (one_more, "5 tokens, more than max_tokens=4"),
         (cached(math.inf), "not a completion"),
         (lambda answer: {**answer, "meta_info": [1]}, "not a completion"),
     ],
@@ -73,10 +91,14 @@ async def test_what_no_policy_samples_is_an_error(model: Path, change: Any, prob
         assert list((await engine.generate(PROMPT, Sampling(max_tokens=4))).ids) == expected(PROMPT, 4)
 
 
-@pytest.mark.parametrize("label", ["0", "99", "default", "-3", "v1", "model@main", ""])
-async def test_a_server_that_was_started_again_gets_the_weights(model: Path, label: str) -> None:
+@pytest.mark.parametrize("label", ["0", "3", "99", "default", "-3", "v1", "model@main", ""])
+@pytest.mark.parametrize("way", ["tensor", "disk"])
+async def test_a_server_that_was_started_again_gets_the_weights(
+    model: Path, tmp_path: Path, label: str, way: str
+) -> None:
     """Behind a supervisor or a load balancer: nothing was lost that anybody could see."""
-    async with servers(1) as (server,), engine_over(model, server, health_every_s=60.0) as engine:
+    sync = DiskSync(model, tmp_path) if way == "disk" else None
+    async with servers(1) as (server,), engine_over(model, server, sync=sync, health_every_s=60.0) as engine:
         await engine.update_weights(weights(3), 3)
         taken, server.version = len(server.weights), label
         completion = await engine.generate(PROMPT, Sampling(max_tokens=4))
@@ -101,6 +123,23 @@ async def test_a_run_ends_where_another_one_has_sent_its_weights(model: Path, ac
                 await acts[each]()
         assert len(server.weights) == taken
         assert (await second.generate(PROMPT, sampling)).versions == (0,) * 4
+
+
+@pytest.mark.parametrize("act", ["generate", "stream", "score"])
+async def test_a_run_with_adapters_ends_where_another_one_has_sent_its_weights(
+    model: Path, tmp_path: Path, act: str
+) -> None:
+    sync = AdapterSync(model, tmp_path, alpha=8.0)
+    async with servers(1) as (server,), engine_over(model, server, sync=sync, adapters=True) as engine:
+        await engine.update_weights(adapter(1), version=1)
+        server.version = "1@0123456789ab"
+        acts: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+            "generate": lambda: engine.generate(PROMPT, Sampling(max_tokens=4)),
+            "stream": lambda: engine.generate_streaming(PROMPT, Sampling(max_tokens=4), GenerateOptions()),
+            "score": lambda: engine.prompt_logprobs(PROMPT),
+        }
+        with pytest.raises(EngineError, match="another run has sent its weights to this server"):
+            await acts[act]()
 
 
 @pytest.mark.parametrize("label", ["default", "soon", None])
@@ -237,8 +276,18 @@ def test_a_stream_reports_only_what_it_can_stand_by(events: list[dict[str, Any]]
     assert [token.id for token in told] == ([1, 2] if len(events) == 2 else [])
 
 
-async def test_a_streamed_id_outside_the_vocabulary_is_an_error(model: Path) -> None:
+@pytest.mark.parametrize(("code", "kind"), [(500, ServerLost), (503, ServerLost), (400, ServerRefused)])
+def test_an_error_in_a_stream_is_that_of_its_status(code: int, kind: type[EngineError]) -> None:
+    ended = event([1], finish_reason={"type": "abort", "status_code": code, "message": "no"})
+    for said in ({"error": {"code": code, "message": "no"}}, ended):
+        with pytest.raises(kind, match="no"):
+            SGLangStream("here", lambda label: 0, Listener(lambda drawn: None)).take(said)
+
+
+@pytest.mark.parametrize("broken_off", [False, True])
+async def test_a_streamed_id_outside_the_vocabulary_is_an_error(model: Path, broken_off: bool) -> None:
     async with servers(1, vocabulary=VOCABULARY + 200) as (server,), engine_over(model, server) as engine:
+        server.break_after = 1 if broken_off else None
         with pytest.raises(EngineError, match="outside the vocabulary"):
             await engine.generate_streaming([90] * 3, Sampling(max_tokens=20), GenerateOptions(lambda token: None))
 

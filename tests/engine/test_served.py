@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from agentrl.engine.base import GenerateOptions, TokenLogprob
+from agentrl.engine.servers.adapters import Adapter, AdapterStand
 from agentrl.engine.servers.client import Listener
 from agentrl.engine.servers.delta_sync import DeltaSync
 from agentrl.engine.servers.http import ServerLost
@@ -130,6 +131,8 @@ async def test_no_penalty_of_the_servers_own_changes_what_is_sampled(model: Path
     async with servers(1) as (server,), engine_over(model, server) as engine:
         await engine.generate(PROMPT, Sampling(max_tokens=2, top_k=7, min_p=0.1))
         (asked,) = server.sampled_with
+        await engine.generate(PROMPT, Sampling(max_tokens=2))
+        assert server.sampled_with[1]["top_k"] == -1, "SGLang refuses 0"
     assert asked.items() >= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}.items()
     assert (asked["top_k"], asked["top_p"], asked["min_p"]) == (7, 1.0, 0.1)
 
@@ -182,6 +185,28 @@ async def test_no_server_gets_more_than_its_capacity(model: Path) -> None:
         done = await asyncio.gather(*(engine.generate([n], Sampling(max_tokens=3)) for n in range(20)))
         assert [list(c.ids) for c in done] == [expected([n], 3) for n in range(20)]
         assert (a.most_running, b.most_running) == (3, 3)
+
+
+async def test_a_place_that_its_caller_no_longer_wants_is_given_to_the_next(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with servers(1, token_s=0.002) as (server,), engine_over(model, server, capacity=1) as engine:
+        serve = engine._pool._serve_waiting
+
+        def serve_and_cancel() -> None:
+            serve()
+            late.cancel()  # between the grant and the moment at which it hears of it
+
+        asked = [asyncio.create_task(engine.generate([n], Sampling(max_tokens=3))) for n in range(4)]
+        _, early, late, _ = asked
+        await until(lambda: len(engine._pool._waiting) == 3)
+        early.cancel()
+        monkeypatch.setattr(engine._pool, "_serve_waiting", serve_and_cancel)
+        async with asyncio.timeout(20):
+            await asyncio.wait(asked)
+        assert [task.cancelled() for task in asked] == [False, True, True, False]
+        assert server.prompts == [[0], [3]]
+        assert engine._pool.replicas[0].running == 0
 
 
 async def test_less_is_asked_of_a_server_that_runs_out_of_cache(model: Path) -> None:
@@ -296,10 +321,18 @@ def _with(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]],
         (lambda a: ["no", "object"], "not a completion"),
         (lambda a: a.pop("output_ids") and a, "not a completion"),
         (lambda a: a["meta_info"]["output_token_logprobs"].pop() and a, "not the same"),
+        (lambda a: a["meta_info"]["output_token_logprobs"][0].__setitem__(1, 96), "not the same"),
         (lambda a: a["meta_info"]["output_token_logprobs"][0].__setitem__(0, None), "not a completion"),
         (lambda a: a["meta_info"]["output_token_logprobs"][0].__setitem__(0, math.nan), "not finite"),
         (lambda a: a["meta_info"]["weight_versions"][0].update(end=1), "versions of 1 tokens for 3"),
         (lambda a: a["meta_info"]["weight_versions"][0].update(start="soon"), "cannot be read"),
+        (lambda a: a["meta_info"]["weight_versions"][0].update(start=1, end=4), "does not follow token 0"),
+        (
+            lambda a: a["meta_info"]["weight_versions"].append(
+                {**a["meta_info"]["weight_versions"][0], "start": 3, "end": 1}
+            ),
+            "does not follow token 3",
+        ),
         (lambda a: a["meta_info"]["finish_reason"].update(type="confused"), "finish reason"),
         (lambda a: "hello", "not a completion"),
     ],
@@ -311,6 +344,58 @@ async def test_an_answer_that_makes_no_sense_is_an_error(model: Path, change: An
             await engine.generate(PROMPT, Sampling(max_tokens=3))
         server.answer = None
         await engine.generate(PROMPT, Sampling(max_tokens=3))
+
+
+async def test_a_cancelled_call_whose_server_is_lost_at_once_stays_cancelled(model: Path) -> None:
+    async with servers(2, token_s=0.01) as (a, b), engine_over(model, a, b) as engine:
+        task = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=200)))
+        await until(lambda: a.running)
+        engine._pool.lose(engine._pool.replicas[0], "as was asked for")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert b.prompts == []
+
+
+async def test_one_failed_health_check_is_no_loss(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    async with servers(1) as (server,), engine_over(model, server, said=said) as engine:
+        healthy, count = server._get_health, 0
+
+        async def sick_twice(body: dict[str, object]) -> tuple[int, object]:
+            nonlocal count
+            count += 1
+            return (503, "") if count in (1, 3) else await healthy(body)
+
+        monkeypatch.setattr(server, "_get_health", sick_twice)
+        await until(lambda: count > 4)
+        assert said == []
+        assert len(engine._pool.ready) == 1
+
+
+async def test_an_engine_does_not_sleep_while_it_samples(model: Path) -> None:
+    async with servers(1, token_s=0.01) as (server,), engine_over(model, server) as engine:
+        task = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=10)))
+        await until(lambda: server.running)
+        with pytest.raises(EngineError, match="cannot sleep while completions are in flight"):
+            await engine.sleep()
+        assert server.asleep == set()
+        assert list((await task).ids) == expected(PROMPT, 10)
+
+
+async def test_an_adapter_that_a_request_still_uses_is_not_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.engine.servers.adapters.GRACE_S", 0.01)
+    stand, first, second, third = AdapterStand(), *map(Adapter.of, (1, 2, 3))
+    assert stand.change(first) == []
+    with stand.use("request") as used:
+        assert used is first
+        assert stand.change(second) == ["request"]
+        assert await stand.unused() == []
+        assert stand.change(third) == ["request"]
+        assert await stand.unused() == [second.name]
+        assert stand.names() == [first.name, third.name]
+    assert await stand.unused() == [first.name]
+    assert stand.names() == [third.name]
 
 
 async def test_a_refused_request_is_not_repeated(model: Path) -> None:
@@ -593,6 +678,26 @@ async def test_scores_of_a_server_that_was_restarted_in_a_silence_are_those_of_t
         server.weights.clear()
         assert {one.version for one in await engine.prompt_logprobs([1, 2, 3])} == {3}
         assert server.weights, "the scores are of other weights"
+
+
+async def test_a_server_that_names_one_version_for_all_tokens_is_believed(model: Path) -> None:
+    def without_spans(answer: dict[str, Any]) -> dict[str, Any]:
+        return {**answer, "meta_info": {**answer["meta_info"], "weight_versions": None}}
+
+    async with servers(1) as (server,), engine_over(model, server) as engine:
+        await engine.update_weights(weights(1), version=3)
+        server.answer = without_spans
+        assert (await engine.generate(PROMPT, Sampling(max_tokens=4))).versions == (3,) * 4
+
+
+async def test_a_server_that_cannot_take_changes_is_refused() -> None:
+    async with servers(1) as (server,):
+        client = SGLangServer(server.url, changes=True)
+        with pytest.raises(
+            EngineError, match=r"not started for engine\.sync delta: start it with --custom-weight"
+        ):
+            await client.describe()
+        await client.close()
 
 
 async def test_scores_on_their_way_at_the_first_update_are_no_restart(

@@ -88,6 +88,7 @@ async def test_a_completion_crosses_an_update_in_two_parts_with_their_own_versio
         assert list(completion.ids) == expected(PROMPT, 20)
         assert set(completion.versions) == {0, 5}
         assert list(completion.versions) == sorted(completion.versions)
+        assert server.log.count("/pause?mode=abort&clear_cache=true") == len(server.weights) == 2
         path, body = server.weights[-1]
         assert path == "/collective_rpc"
         assert body["method"] == "reload_weights"
@@ -265,6 +266,39 @@ async def test_an_adapter_that_is_refused_stops_the_run_with_the_reason(model: P
         with pytest.raises(EngineError, match=r"weights of version 1 were refused.*expected target modules"):
             await engine.update_weights(state, version=1)
         await engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*is lost")
+@pytest.mark.filterwarnings("ignore:.*answers again")
+async def test_an_adapter_that_a_dying_server_does_not_take_is_sent_again(model: Path) -> None:
+    """It answers 500 for this reason as well."""
+    async with LoopbackVLLM() as server:
+        config = EngineConfig(kind="vllm", device="cpu", sync="lora", server=ServerConfig(urls=[server.url]))
+        engine = await open_engine(config, model, LoRAConfig(rank=2))
+        server.refuse["/v1/load_lora_adapter"] = (500, {"error": {"message": "EngineCore died"}})
+        server.sick = True
+        state = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 8)}
+        update = asyncio.create_task(engine.update_weights(state, version=1))
+        await until(lambda: server.log.count("/health") > 2 or update.done())
+        server.refuse.clear()
+        server.sick = False
+        await update
+        assert (await engine.generate(PROMPT, Sampling(max_tokens=3))).versions == (1, 1, 1)
+        await engine.close()
+
+
+async def test_a_score_that_an_update_ends_is_asked_for_again(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with LoopbackVLLM() as server, opened(model, server) as engine:
+        answer, ended = server._post_completions, [{"finish_reason": "abort", "prompt_logprobs": None}]
+
+        async def abort_once(body: dict[str, Any]) -> tuple[int, object]:
+            return (200, {"choices": [ended.pop()]}) if ended else await answer(body)
+
+        monkeypatch.setattr(server, "_post_completions", abort_once)
+        assert [one.logprob for one in await engine.prompt_logprobs([1, 2, 3])] == [-1.02, -1.03]
+        assert server.log.count("/v1/completions") == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*started again, without the weights")

@@ -31,6 +31,7 @@ from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.episode import Player, run_episode
 from agentrl.rollout.episode_metrics import episode_metrics
 from agentrl.rollout.limits import EpisodeLimits
+from agentrl.sandbox import SandboxBroken
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, calls, say
 from agentrl.trainer.samples import episode_samples
@@ -404,6 +405,47 @@ class TestTrouble:
         player = make_player(renderer, lambda: Later(reward=earned), [say("hi"), say("hi")])
         episode = await run_episode(player, PLAIN, episode_id="e", seed=0)
         assert (episode.stop_reason, episode.reward, len(episode.turns)) == (StopReason.FAULT, reward, 2)
+
+    @pytest.mark.parametrize("earned", [2.0, 0.0, -2.0])
+    async def test_a_broken_sandbox_earns_what_it_says_and_solves_nothing(self, renderer: Renderer, earned: float):
+        """Whatever earlier turns have earned, and although the total reaches the threshold."""
+
+        class Breaks(Scene):
+            solved_at = 0.25
+            last = False
+
+            async def step(self, message: Message) -> tuple[Sequence[Message], float, bool, bool, StepInfo]:
+                if self.last:
+                    raise SandboxBroken("gone", 0.5)
+                self.last = True
+                return await super().step(message)
+
+        player = make_player(renderer, lambda: Breaks(reward=earned), [say("hi"), say("hi")])
+        episode = await run_episode(player, PLAIN, episode_id="e", seed=0)
+        assert (episode.stop_reason, episode.error, len(episode.turns)) == (StopReason.SANDBOX_BROKEN, None, 2)
+        assert (episode.reward, episode.solved) == (0.5, False)
+        assert episode.metrics["sandbox_broken"] == 1.0
+
+    async def test_an_episode_with_a_fault_is_not_solved(self, renderer: Renderer):
+        class Faulty(Scene):
+            solved_at = 0.25
+
+        scene = Faulty(info=StepInfo(faults={"tool": "raised"}))
+        episode = await run_episode(
+            make_player(renderer, lambda: scene, [say("bye")]), PLAIN, episode_id="e", seed=0
+        )
+        assert (episode.reward, episode.solved) == (1.0, False)
+
+    async def test_a_timeout_that_is_not_the_episodes_is_not_scored(self, renderer: Renderer):
+        class Late(ScriptedEngine):
+            async def generate(self, ids: Any, sampling: Sampling, *, session: str | None = None) -> Completion:
+                raise TimeoutError("a bug of ours")
+
+        scene = Scene()
+        player = Player(Late(renderer, []), renderer, lambda: scene, EpisodeLimits(), Sampling())
+        with pytest.raises(TimeoutError, match="a bug of ours"):
+            await run_episode(player, PLAIN, episode_id="e", seed=0)
+        assert scene.closed == 1
 
     async def test_a_bug_of_agentrl_is_raised_as_it_is_and_the_env_is_closed(self, renderer, monkeypatch):
         def buggy(self: Transcript, completion: Completion) -> Message:

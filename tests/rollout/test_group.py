@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -85,6 +85,25 @@ async def test_rewards_per_group_are_in_the_baseline_of_remax(renderer: Renderer
     records = to_records([worse], {}, step=1)
     assert [(r.episode.id, r.baseline) for r in records[1:]] == [("s1/g0/e1", False), ("s1/g0/greedy", True)]
     assert episode_metrics([worse])["episodes"] == 3
+
+
+async def test_a_reward_that_is_fixed_gets_no_reward_per_group():
+    """The policy has broken its sandbox, or the env raised after it had acted."""
+
+    class Generous(Said):
+        async def score_group(self, episodes: Sequence[Episode]) -> Sequence[Mapping[str, float]]:
+            return [{"rank": 5.0}] * len(episodes)
+
+    class Mixed:
+        make_env = Generous
+        stops = (StopReason.ANSWERED, StopReason.SANDBOX_BROKEN, StopReason.FAULT)
+
+        async def play(self, task: Task, *, episode_id: str, seed: int, status: Any = None) -> Episode:
+            return Episode(episode_id, task, (), (), (), self.stops[int(episode_id[-1])], -1.0)
+
+    group = await GroupPlayer(Mixed(), 3, 0).play(Task("t"), "s1", 0)
+    assert [e.reward for e in group.episodes] == [4.0, -1.0, -1.0]
+    assert [e.rewards for e in group.episodes] == [{"rank": 5.0}, {}, {}]
 
 
 class Unsteady:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, SandboxError
 from agentrl.sandbox import Box, Sandbox, SandboxBroken, SandboxDied, SandboxPool, bundle
 from agentrl.sandbox.contract import SessionKind
 from agentrl.sandbox.inside import cgroups, leftovers
@@ -314,6 +314,43 @@ class TestWhoseDoingItWas:
             await box.reset()
             await still_answers(box)
 
+    async def test_after_a_reset_it_is_a_failure_again_unless_the_policys_files_are_back(self, box: Box) -> None:
+        assert (await box.run("echo 1 > left")).ok
+        files = await box.snapshot()
+        await box.reset()
+        _break(box)
+        with pytest.raises(SandboxDied):
+            await box.usage()
+        await box.reset(files)
+        _break(box)
+        with pytest.raises(SandboxBroken):
+            await box.usage()
+
+    async def test_a_program_that_cannot_be_cancelled_is_the_policys(
+        self, box: Box, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("agentrl.sandbox.local.END_TIMEOUT_S", 0.3)
+        call = asyncio.ensure_future(box.run("sleep 30"))
+        await asyncio.sleep(0.2)
+        _break(box)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        with pytest.raises(SandboxBroken, match="did not stop a cancelled program"):
+            await box.run("true")
+
+    @pytest.mark.parametrize("used", [False, True])
+    async def test_an_order_that_its_supervisor_cannot_carry_out(self, box: Box, used: bool) -> None:
+        if used:
+            assert (await box.run("true")).ok
+        with pytest.raises(SandboxBroken if used else SandboxError) as caught:
+            async with box._lock:
+                await box._exchange(
+                    {"op": "open", "kind": "bash", "session": "s"}, b"", 20.0
+                )  # it lacks the limits
+        assert isinstance(caught.value, SandboxBroken) == used
+        assert "KeyError" in str(caught.value)
+
     async def test_on_death_infra_keeps_what_was(self) -> None:
         async with SandboxPool(Sandbox(on_death="infra"), min_idle=0) as pool, pool.lease() as box:
             await box.run("true")
@@ -428,6 +465,12 @@ async def killed_for_memory(group: cgroups.ControlGroup) -> None:
     await hog.communicate(b"\n")
     assert hog.returncode == -signal.SIGKILL
     assert group.oom_kills()[0] == 1
+
+
+def _break(box: Box) -> None:
+    """Have its supervisor end, for no reason that shows outside."""
+    assert box._link is not None
+    box._link._transport.write(b"\xff" * 64)  # type: ignore[attr-defined]
 
 
 def _pid(box: Box) -> int:

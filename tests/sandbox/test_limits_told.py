@@ -51,7 +51,9 @@ async def test_limits_of_a_cancelled_call_are_forgotten(box: Box) -> None:
 
 
 async def test_limits_are_told_to_a_sandbox_that_begins_anew(box: Box) -> None:
-    assert not (await box.python(PRINT)).truncated
+    assert (await box.python(PRINT, limits=SHORT)).truncated
+    await box.reset()
+    assert (await box.python(PRINT, limits=SHORT)).truncated
     await box.reset()
     assert not (await box.python(PRINT)).truncated
     assert (await box.run("sleep 30", wall_s=0.2)).outcome == "timeout"
