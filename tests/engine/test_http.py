@@ -74,6 +74,17 @@ async def test_a_caller_that_is_cancelled_is_not_told_of_a_loss() -> None:
         await server.close()
 
 
+async def test_a_proxy_of_the_machine_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    async with LoopbackServer() as there:
+        server = HttpServer(there.url, timeout_s=20)
+        assert (await server.get("/server_info"))["max_req_input_len"] == there.max_context
+        await server.close()
+
+
 async def test_a_stream_has_ended_when_it_says_so() -> None:
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 4}, "stream": True}
     async with LoopbackServer() as there:

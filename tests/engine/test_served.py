@@ -133,6 +133,7 @@ async def test_no_penalty_of_the_servers_own_changes_what_is_sampled(model: Path
         (asked,) = server.sampled_with
         await engine.generate(PROMPT, Sampling(max_tokens=2))
         assert server.sampled_with[1]["top_k"] == -1, "SGLang refuses 0"
+        assert (asked["no_stop_trim"], asked["skip_special_tokens"]) == (True, False), "every token is told"
     assert asked.items() >= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}.items()
     assert (asked["top_k"], asked["top_p"], asked["min_p"]) == (7, 1.0, 0.1)
 
@@ -398,6 +399,70 @@ async def test_an_adapter_that_a_request_still_uses_is_not_unloaded(monkeypatch:
     assert stand.names() == [third.name]
 
 
+async def test_a_server_stays_paused_after_an_update_that_failed_half_way() -> None:
+    """It would sample with weights of two versions."""
+    async with servers(1, token_s=0.01) as (server,):
+        server.version = "0"
+        client = SGLangServer(server.url)
+        drawing = asyncio.create_task(client.generate(PROMPT, Sampling(max_tokens=20), request="r"))
+        await until(lambda: server.running)
+        with pytest.raises(EngineError, match="half"):
+            async with client.updating(by_tensor=True):
+                raise EngineError("half of the weights")
+        assert not {"/flush_cache", "/continue_generation"} & set(server.log)
+        assert not server.session
+        await client.unpause()
+        assert (await drawing).retractions == 1, "what was computed with the old weights was dropped"
+        await client.close()
+
+
+async def test_a_server_without_sessions_takes_tensors_all_the_same(model: Path) -> None:
+    """As SGLang before 0.5.21."""
+    async with servers(1) as (server,):
+        server.refuse["/begin_weight_update"] = (404, {"detail": "Not Found"})
+        async with engine_over(model, server) as engine:
+            await engine.update_weights(weights(1), version=2)
+            assert (await engine.generate(PROMPT, Sampling(max_tokens=2))).versions == (2, 2)
+        assert "/end_weight_update" not in server.log
+
+
+async def test_one_server_that_refuses_the_weights_does_not_stop_the_others(model: Path) -> None:
+    said: list[str] = []
+    async with servers(2) as (a, b), engine_over(model, a, b, said=said, restarts=1) as engine:
+        a.refuse["/update_weights_from_tensor"] = (400, {"success": False, "message": "wrong shape"})
+        await engine.update_weights(weights(1), version=1)
+        assert "wrong shape" in said[0]
+        assert (await engine.generate(PROMPT, Sampling(max_tokens=2))).versions == (1, 1)
+        assert b.prompts == [PROMPT]
+
+
+async def test_a_server_that_comes_back_while_the_engine_sleeps_is_awake(model: Path) -> None:
+    said: list[str] = []
+    async with servers(1) as (server,), engine_over(model, server, said=said, restarts=50) as engine:
+        await engine.sleep()
+        await server.die()
+        engine._pool.lose(engine._pool.replicas[0], "as was asked for")
+        await server.start()
+        assert (await engine.generate(PROMPT, Sampling(max_tokens=2))).versions == (0, 0)
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, "soon"])
+async def test_scores_that_are_no_numbers_are_an_error(
+    model: Path, monkeypatch: pytest.MonkeyPatch, score: Any
+) -> None:
+    async with servers(1) as (server,), engine_over(model, server) as engine:
+        answer = server._post_generate
+
+        async def odd(body: dict[str, Any]) -> tuple[int, Any]:
+            status, found = await answer(body)
+            found["meta_info"]["input_token_logprobs"][1][0] = score
+            return status, found
+
+        monkeypatch.setattr(server, "_post_generate", odd)
+        with pytest.raises(EngineError, match=r"log-probabilities of (the )?given tokens"):
+            await engine.prompt_logprobs(PROMPT)
+
+
 async def test_a_refused_request_is_not_repeated(model: Path) -> None:
     async with servers(1) as (server,), engine_over(model, server) as engine:
         server.refuse["/generate"] = (400, {"error": "unknown field"})
@@ -625,8 +690,9 @@ async def test_an_adapter_travels_alone_and_requests_in_flight_go_on_with_it(mod
         assert len(list(tmp_path.iterdir())) == 1, "older ones are removed"
         await engine.logprobs_by_server([[1, 2, 3]])
         assert b.named[-1].startswith("agentrl-4-"), "the drift check asks for the adapter too"
-    assert not a.adapters, "a server that goes on keeps nothing of ours"
-    assert not b.adapters
+        await engine.close()
+        assert not a.adapters, "a server that goes on keeps nothing of ours"
+        assert not b.adapters
     assert list(tmp_path.iterdir()) == []
 
 
@@ -762,9 +828,9 @@ async def test_after_refused_weights_a_server_that_comes_back_gets_those_before(
 async def test_a_session_that_a_killed_run_left_open_blocks_nobody(model: Path) -> None:
     async with servers(1) as (server,):
         killed = SGLangServer(server.url)
-        await killed.updating(by_tensor=True).__aenter__()
-        assert server.session
+        assert await killed._begin()  # not `updating`, which ends the session when it is garbage
         async with engine_over(model, server) as engine:
+            assert server.log.count("/begin_weight_update") == 3
             await engine.update_weights(weights(1), version=1)
             assert (await engine.generate(PROMPT, Sampling(max_tokens=2))).versions == (1, 1)
         assert not server.session

@@ -19,8 +19,11 @@ from agentrl.config.run import LoRAConfig
 from agentrl.engine.base import GenerateOptions, TokenLogprob
 from agentrl.engine.open import open_engine
 from agentrl.engine.servers import vllm
+from agentrl.engine.servers.client import Listener
+from agentrl.engine.servers.http import ServerLost
 from agentrl.engine.servers.opening import launch_recipe
 from agentrl.engine.servers.server_engine import ServedEngine
+from agentrl.engine.servers.streams import VLLMStream
 from agentrl.errors import ConfigError, EngineError
 from agentrl.testing.sglang_server import LoopbackVLLM
 from agentrl.types import Sampling
@@ -285,6 +288,50 @@ async def test_an_adapter_that_a_dying_server_does_not_take_is_sent_again(model:
         await update
         assert (await engine.generate(PROMPT, Sampling(max_tokens=3))).versions == (1, 1, 1)
         await engine.close()
+
+
+async def test_a_server_stays_paused_after_an_update_that_failed_half_way() -> None:
+    async with LoopbackVLLM() as server:
+        client = vllm.VLLMServer(server.url)
+        with pytest.raises(EngineError, match="half"):
+            async with client.updating(by_tensor=True):
+                raise EngineError("half of the weights")
+        assert "/resume" not in server.log
+        await client.close()
+
+
+@pytest.mark.parametrize("score", [float("nan"), None])
+async def test_scores_that_are_no_numbers_are_an_error(
+    model: Path, monkeypatch: pytest.MonkeyPatch, score: object
+) -> None:
+    async with LoopbackVLLM() as server, opened(model, server) as engine:
+
+        async def odd(body: dict[str, Any]) -> tuple[int, object]:
+            table = [None, *({str(token): {"logprob": score}} for token in body["prompt"][1:])]
+            return 200, {"choices": [{"prompt_logprobs": table}]}
+
+        monkeypatch.setattr(server, "_post_completions", odd)
+        with pytest.raises(EngineError, match=r"log-probabilities of (the )?given tokens"):
+            await engine.prompt_logprobs([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "problem"),
+    [([-1.0], "2 tokens and 1 log-probabilities"), ([-1.0, float("nan")], "a log-probability is not finite")],
+)
+async def test_every_token_has_a_finite_log_probability(model: Path, logprobs: list[float], problem: str) -> None:
+    choice = {"token_ids": [1, 2], "finish_reason": "length", "logprobs": {"token_logprobs": logprobs}}
+    async with LoopbackVLLM() as server, opened(model, server) as engine:
+        server.answer = lambda whole: {"choices": [choice]}
+        with pytest.raises(EngineError, match=problem):
+            await engine.generate(PROMPT, Sampling(max_tokens=2))
+
+
+def test_a_stream_without_an_end_is_asked_for_again() -> None:
+    stream = VLLMStream("here", 0, Listener(lambda drawn: None))
+    stream.take({"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": None}]})
+    with pytest.raises(ServerLost, match="without an end"):
+        stream.whole()
 
 
 async def test_a_score_that_an_update_ends_is_asked_for_again(

@@ -351,6 +351,24 @@ class TestWhoseDoingItWas:
         assert isinstance(caught.value, SandboxBroken) == used
         assert "KeyError" in str(caught.value)
 
+    async def test_a_session_may_have_caused_it(self, box: Box) -> None:
+        session = await box.session("bash")
+        assert (await session.run("true")).ok
+        _break(box)
+        with pytest.raises(SandboxBroken):
+            await session.run("true", wall_s=0.1)
+
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+    async def test_a_signal_proves_nothing_where_programs_may_send_it(
+        self, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("agentrl.sandbox.local.END_TIMEOUT_S", 0.3)
+        async with SandboxPool(spec_for("process"), min_idle=0) as pool, pool.lease() as box:
+            assert (await box.run("true")).ok
+            os.kill(_pid(box), number)
+            with pytest.raises(SandboxBroken):
+                await box.run("true", wall_s=0.1)
+
     async def test_on_death_infra_keeps_what_was(self) -> None:
         async with SandboxPool(Sandbox(on_death="infra"), min_idle=0) as pool, pool.lease() as box:
             await box.run("true")
@@ -468,7 +486,7 @@ async def killed_for_memory(group: cgroups.ControlGroup) -> None:
 
 
 def _break(box: Box) -> None:
-    """Have its supervisor end, for no reason that shows outside."""
+    """Have its supervisor answer no more, for no reason that shows outside."""
     assert box._link is not None
     box._link._transport.write(b"\xff" * 64)  # type: ignore[attr-defined]
 

@@ -50,6 +50,13 @@ async def test_limits_of_a_cancelled_call_are_forgotten(box: Box) -> None:
             assert (await box.python(PRINT, limits=SHORT)).truncated
 
 
+async def test_limits_of_a_call_that_was_never_sent_are_forgotten(box: Box) -> None:
+    assert not (await box.python(PRINT)).truncated
+    with pytest.raises(ValueError, match="write a file and read that"):
+        await box.python(PRINT, stdin=bytes(9 << 20), limits=SHORT)
+    assert (await box.python(PRINT, limits=SHORT)).truncated
+
+
 async def test_limits_are_told_to_a_sandbox_that_begins_anew(box: Box) -> None:
     assert (await box.python(PRINT, limits=SHORT)).truncated
     await box.reset()

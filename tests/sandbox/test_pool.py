@@ -51,6 +51,31 @@ async def settle(pool: SandboxPool, *, idle: int) -> None:
     raise AssertionError(pool.metrics())
 
 
+async def test_a_box_that_died_while_it_was_idle_is_replaced() -> None:
+    async with SandboxPool(Sandbox(), min_idle=1, max_total=1) as pool:
+        while not pool._idle:  # noqa: ASYNC110 - made in the background
+            await asyncio.sleep(0.01)
+        (idle,) = pool._idle
+        assert idle._process is not None
+        await idle._process.kill()
+        async with pool.lease() as box:
+            assert box is not idle
+            assert (await box.python("print(1)")).stdout == b"1\n"
+        assert (pool.metrics()["died_idle"], pool.metrics()["leased"]) == (1.0, 0.0)
+        async with pool.lease() as box:
+            assert (await box.python("print(2)")).stdout == b"2\n"
+
+
+async def test_a_file_of_several_chunks_and_a_tree_of_files_alone_are_read() -> None:
+    async with SandboxPool(Sandbox(), min_idle=0) as pool, pool.lease() as box:
+        data = os.urandom(5 << 20)
+        await box.write_file("d/large", data)
+        assert await box.read_file("d/large", max_bytes=8 << 20) == data
+        assert await box.read_file("d/large", max_bytes=3 << 20, offset=7) == data[7 : 7 + (3 << 20)]
+        assert (await box.run("ln -s d/large link; mkdir empty")).ok
+        assert list(await box.get_tree()) == ["d/large"]
+
+
 async def test_leases_wait_in_order_of_arrival() -> None:
     async with SandboxPool(Sandbox(), min_idle=0, max_total=1) as pool:
         order: list[int] = []
