@@ -106,6 +106,18 @@ async def test_a_server_that_was_started_again_gets_the_weights(
         assert len(server.weights) > taken
 
 
+@pytest.mark.parametrize("version", [0, 2, 4, 99])
+async def test_a_server_with_other_weights_of_this_run_gets_the_right_ones(model: Path, version: int) -> None:
+    async with servers(1) as (server,), engine_over(model, server, health_every_s=60.0) as engine:
+        await engine.update_weights(weights(3), 3)
+        taken, (number, at, own) = len(server.weights), server.version.partition("@")
+        assert (number, at) == ("3", "@")
+        server.version = f"{version}@{own}"
+        completion = await engine.generate(PROMPT, Sampling(max_tokens=4))
+        assert completion.versions == (3,) * 4
+        assert len(server.weights) > taken
+
+
 @pytest.mark.parametrize("act", ["generate", "stream", "score", "check", "update"])
 async def test_a_run_ends_where_another_one_has_sent_its_weights(model: Path, act: str) -> None:
     """Both count their versions from 0."""
@@ -288,8 +300,9 @@ def test_an_error_in_a_stream_is_that_of_its_status(code: int, kind: type[Engine
 async def test_a_streamed_id_outside_the_vocabulary_is_an_error(model: Path, broken_off: bool) -> None:
     async with servers(1, vocabulary=VOCABULARY + 200) as (server,), engine_over(model, server) as engine:
         server.break_after = 1 if broken_off else None
+        sampling = Sampling(max_tokens=1 if broken_off else 20)
         with pytest.raises(EngineError, match="outside the vocabulary"):
-            await engine.generate_streaming([90] * 3, Sampling(max_tokens=20), GenerateOptions(lambda token: None))
+            await engine.generate_streaming([90] * 3, sampling, GenerateOptions(lambda token: None))
 
 
 async def test_a_broadcast_to_a_name_that_is_unknown_fails_for_that_server() -> None:

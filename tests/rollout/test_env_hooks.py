@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -18,6 +20,7 @@ import pytest
 from agentrl.chat.template import Renderer
 from agentrl.env.env import DeclaredReward, Env, StepInfo
 from agentrl.env.images import refuse_images
+from agentrl.env.judge import Judge
 from agentrl.env.load import load_env
 from agentrl.env.rows import load_rows
 from agentrl.env.solved import SolvedAt
@@ -168,6 +171,21 @@ async def test_whose_fault_it_was_does_not_depend_on_how_it_was_raised(
     assert list(episode.faults) == [method]
     assert (episode.stop_reason is StopReason.FAULT) == (method == "step")
     assert len(episode.turns) == 1
+
+
+@pytest.mark.parametrize("method", ["score", "score_group"])
+async def test_a_plain_env_that_waits_for_a_judge_which_hangs_is_not_scored(renderer: Renderer, method: str):
+    hung = socket.create_server(("127.0.0.1", 0))
+    judge = Judge(f"http://127.0.0.1:{hung.getsockname()[1]}/v1", "m")
+
+    async def asks(env: Plain, *args: object) -> Any:
+        return [{"quality": await judge.score("?")}]
+
+    asking = type("Asking", (Plain,), {method: asks})
+    plays = replace(player(renderer, asking), limits=EpisodeLimits(timeout_s=1.0))
+    with pytest.raises(InfraError, match=rf"Asking\.{method}: no answer of judge m at http://127.*in 1 s"):
+        await GroupPlayer(plays, 1, 0, infra_retries=0, timeout_s=1.0).play(Task("t"), "s", 0)
+    hung.close()
 
 
 @pytest.mark.parametrize("what", ["it quit", "a task that it awaited was canceled"])

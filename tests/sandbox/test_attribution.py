@@ -351,6 +351,16 @@ class TestWhoseDoingItWas:
         assert isinstance(caught.value, SandboxBroken) == used
         assert "KeyError" in str(caught.value)
 
+    @pytest.mark.parametrize(("number", "outside"), [(signal.SIGKILL, True), (signal.SIGSEGV, False)])
+    async def test_of_all_signals_only_sigkill_can_come_from_outside_alone(
+        self, box: Box, number: signal.Signals, outside: bool
+    ) -> None:
+        process = box._process
+        assert isinstance(process, LocalProcess)
+        await process.kill()
+        process._killed, process.end = False, {"exit": number.value, "oom_kills": 0, "at_limit": False}
+        assert await process.cause() == ("its supervisor was killed from outside the sandbox" if outside else None)
+
     async def test_a_session_may_have_caused_it(self, box: Box) -> None:
         session = await box.session("bash")
         assert (await session.run("true")).ok

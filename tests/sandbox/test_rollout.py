@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from agentrl.rollout.limits import EpisodeLimits
 from agentrl.sandbox import Sandbox, close_pools, pool_for
 from agentrl.testing import call, say
 from agentrl.testing.engine import ScriptedEngine
-from agentrl.types import Sampling, StopReason, Task
+from agentrl.types import SANDBOX_FAULT, Sampling, StopReason, Task
 
 
 class Worker(ToolEnv):
@@ -53,6 +54,25 @@ async def player(tmp_path: Path) -> AsyncIterator[Player]:
     engine = ScriptedEngine(renderer, [call("work"), say("done")], tools=Worker().tools)
     yield Player(engine, renderer, Worker, EpisodeLimits(timeout_s=30), Sampling())
     await close_pools()
+
+
+class Reads(Worker):
+    """Work."""
+
+    @reward
+    async def solved(self) -> bool:
+        try:
+            return bool(await self.box.read_file("answer"))
+        except OSError as error:
+            raise ValueError("there is no answer") from error
+
+
+async def test_what_a_reward_does_not_find_in_the_sandbox_is_not_a_bug_of_the_reward(player: Player) -> None:
+    """The policy decides what is there, so that the run does not end because of it."""
+    (group,) = await collect(replace(player, make_env=Reads), [Task("t")], group_size=1, label="s0", seed=1)
+    (episode,) = group.episodes
+    assert (episode.reward, list(episode.faults)) == (0.0, [SANDBOX_FAULT])
+    assert "there is no answer" in episode.faults[SANDBOX_FAULT]
 
 
 async def test_dead_sandboxes_are_refilled_and_do_not_vote(player: Player) -> None:
