@@ -210,7 +210,14 @@ async def test_a_server_that_is_busy_for_a_moment_at_the_start_is_asked_again(
 
 
 @pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_tensor"])
-@pytest.mark.parametrize("answer", [(307, ""), (200, {"error": {"message": "boom", "code": 500}})])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (307, ""),
+        (200, {"error": {"message": "boom", "code": 500}}),
+        (200, {"success": False, "message": "boom"}),
+    ],
+)
 async def test_an_update_that_was_not_done_is_not_believed(model: Path, path: str, answer: Any) -> None:
     async with servers(1) as (server,), engine_over(model, server, restarts=0) as engine:
         server.refuse[path] = answer

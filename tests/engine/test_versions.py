@@ -9,8 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from agentrl.engine.base import GenerateOptions, Structure, TokenLogprob
+from agentrl.errors import EngineError
 from agentrl.testing.sglang_server import LoopbackServer, LoopbackVLLM
 from agentrl.types import Sampling
 from tests.engine.test_served import PROMPT, engine_over, expected, model, servers, until, weights
@@ -72,6 +75,42 @@ async def test_a_score_that_ends_during_an_update_has_the_version_of_its_weights
         slow.free.set()
         await update
         assert {one.version for one in await scoring} == {5}
+
+
+async def test_what_was_drawn_before_an_update_and_scored_after_it_is_drawn_again(model: Path) -> None:
+    async with Holding(is_score) as server, engine_over(model, server) as engine:
+        server.write = lambda tag: [1, 2, 3]
+        server.free.clear()
+        options = GenerateOptions(structure=Structure("{}", scored=True))
+        drawing = asyncio.create_task(engine.generate_streaming(PROMPT, Sampling(max_tokens=9), options))
+        await server.come.wait()
+        await engine.update_weights(weights(1), version=5)
+        server.free.set()
+        completion = await drawing
+        assert (completion.ids, set(completion.versions), len(server.tags)) == ((1, 2, 3), {5}, 2)
+
+
+async def test_a_completion_under_a_grammar_leaves_room_for_its_scores(model: Path) -> None:
+    async with servers(1) as (server,), engine_over(model, server) as engine:
+        server.write = lambda tag: [1, 2, 3]
+        options = GenerateOptions(structure=Structure("{}", scored=True))
+        completion = await engine.generate_streaming([5] * 254, Sampling(max_tokens=9), options)
+        assert (completion.ids, completion.finish) == ((1,), "length")
+
+
+async def test_what_was_reported_of_an_abandoned_completion_under_a_grammar_is_not_begun_again(
+    model: Path,
+) -> None:
+    async with servers(1, token_s=0.01) as (server,), engine_over(model, server) as engine:
+        server.write = lambda tag: [1] * 200
+        told: list[TokenLogprob] = []
+        options = GenerateOptions(told.append, structure=Structure("{}"))
+        drawing = asyncio.create_task(engine.generate_streaming(PROMPT, Sampling(max_tokens=200), options))
+        await until(lambda: len(told) >= 3)
+        next(iter(server.running.values())).aborted = True
+        with pytest.raises(EngineError, match="cannot be continued"):
+            await drawing
+        assert len(server.tags) == 1
 
 
 async def test_a_completion_that_ends_during_an_update_is_no_reason_to_restart_its_server(model: Path) -> None:

@@ -290,6 +290,15 @@ async def test_an_adapter_that_a_dying_server_does_not_take_is_sent_again(model:
         await engine.close()
 
 
+@pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/resume"])
+async def test_an_update_that_was_not_done_is_not_believed(model: Path, path: str) -> None:
+    async with LoopbackVLLM() as server, opened(model, server) as engine:
+        server.refuse[path] = (200, {"error": {"message": "boom"}})
+        with pytest.raises(EngineError, match="boom"):
+            await engine.update_weights({"a": torch.ones(2)}, version=1)
+        assert engine.policy_version == 0
+
+
 async def test_a_server_stays_paused_after_an_update_that_failed_half_way() -> None:
     async with LoopbackVLLM() as server:
         client = vllm.VLLMServer(server.url)
