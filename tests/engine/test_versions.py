@@ -118,11 +118,12 @@ async def test_a_completion_that_ends_during_an_update_is_no_reason_to_restart_i
     async with (
         LoopbackServer(token_s=0.01) as quick,
         Holding(is_resumption) as slow,
-        engine_over(model, quick, slow, said=said) as engine,
+        engine_over(model, quick, slow, said=said, health_every_s=60.0) as engine,
     ):
         slow.free.clear()
         drawing = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=20)))
-        await until(lambda: quick.running)
+        await until(lambda: quick.running and next(iter(quick.running.values())).ids)
+        quick._go.clear()  # it draws the rest after the update
         update = asyncio.create_task(engine.update_weights(weights(1), version=5))
         completion = await drawing
         assert not update.done()
@@ -206,10 +207,10 @@ class LateVLLM(LoopbackVLLM):
 async def test_tokens_that_arrive_after_the_update_that_ended_them_have_the_version_before(model: Path) -> None:
     async with LateVLLM(token_s=0.01) as server, opened(model, server) as engine:
         server.log.clear()
-        drawing = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=20)))
+        drawing = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=100)))
         await until(lambda: server.running and len(next(iter(server.running.values())).ids) >= 4)
         await engine.update_weights({"a": torch.ones(2)}, version=5)
         completion = await drawing
-        assert list(completion.ids) == expected(PROMPT, 20)
+        assert list(completion.ids) == expected(PROMPT, 100)
         assert set(completion.versions) == {0, 5}
         assert completion.versions.count(0) == len(server.prompts[1]) - len(PROMPT)
