@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algo.advantages.grpo import grpo_advantages
-from agentrl.algo.aggregate import Totals, aggregation_weights, totals_of_tokens
+from agentrl.algo.aggregate import AGGREGATIONS, Totals, aggregate, aggregation_weights, totals_of_tokens
 from agentrl.algo.correction import drift, merge_drift
 from agentrl.algo.kl import AdaptiveKL, FixedKL, kl_per_token
 from agentrl.algo.losses.ppo_clip import PPOClip, ppo_clip
@@ -53,6 +53,25 @@ def test_weights_of_two_episodes_with_two_and_three_tokens(kind, expected):
     assert weights[~MASK].tolist() == [0.0] * 3
 
 
+def test_weights_of_an_episode_of_one_token_and_of_one_without_any():
+    mask, sequence = torch.tensor([1, 1, 1, 0]).bool(), torch.tensor([0, 1, 1, 2])
+    totals = totals_of_tokens(mask, sequence)
+    assert totals == Totals(3, 2)
+    weights = aggregation_weights("seq-mean-token-mean", mask, sequence, totals)
+    assert weights.tolist() == [1 / 2, 1 / 4, 1 / 4, 0]
+
+
+@pytest.mark.parametrize("kind", AGGREGATIONS)
+def test_weights_of_no_trained_token_are_zero(kind):
+    weights = aggregation_weights(kind, torch.zeros(2).bool(), torch.tensor([0, 1]), Totals(0, 0), scale=10)
+    assert weights.tolist() == [0, 0]
+
+
+def test_aggregate_reads_neither_values_nor_weights_that_are_masked():
+    values, weights = torch.tensor([1.0, math.nan, 3.0, 5.0]), torch.tensor([0.5, 1.0, 0.25, math.inf])
+    assert float(aggregate(values, weights, torch.tensor([1, 0, 1, 0]))) == 1.25
+
+
 def test_on_policy_gradient_is_minus_advantage_per_token():
     logprobs = torch.randn(8, requires_grad=True)
     weights = aggregation_weights("token-mean", MASK, SEQUENCE, totals_of_tokens(MASK, SEQUENCE))
@@ -94,10 +113,12 @@ def test_ppo_clip_by_hand():
 )
 def test_kl_of_one_token_half_a_nat_below_the_reference(kind, value, gradient):
     logprob = torch.tensor([-1.5], dtype=torch.float64, requires_grad=True)
-    out = kl_per_token(kind, logprob, torch.tensor([-1.0], dtype=torch.float64), torch.tensor([True]))
+    reference = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    out = kl_per_token(kind, logprob, reference, torch.tensor([True]))
     out.sum().backward()
     assert out.item() == pytest.approx(value)
     assert logprob.grad.item() == pytest.approx(gradient)
+    assert reference.grad is None
 
 
 def test_drift_by_hand_and_in_parts():
@@ -130,6 +151,8 @@ def test_what_cannot_be_aggregated_is_refused():
         aggregation_weights("mean", MASK, SEQUENCE, Totals(5, 2))
     with pytest.raises(ValueError, match="needs a constant scale > 0, got None"):
         aggregation_weights("seq-mean-token-sum-norm", MASK, SEQUENCE, Totals(5, 2))
+    with pytest.raises(ValueError, match="needs a constant scale > 0, got 0"):
+        aggregation_weights("seq-mean-token-sum-norm", MASK, SEQUENCE, Totals(5, 2), scale=0)
     with pytest.raises(ValueError, match="unknown KL kind 'k4'"):
         kl_per_token("k4", torch.zeros(1), torch.zeros(1), torch.ones(1).bool())
 
@@ -162,6 +185,9 @@ def test_kl_controllers():
     resumed = AdaptiveKL(0.1, target=0.5, horizon=1000)
     resumed.load_state_dict(adaptive.state_dict())
     assert resumed.coef == adaptive.coef
+    resumed.load_state_dict({"coef": 0.3})  # of a checkpoint that does not say where it began
+    assert resumed.coef == 0.3
+    resumed.load_state_dict(adaptive.state_dict())
     changed = AdaptiveKL(0.7, target=0.5, horizon=1000)
     for before in (adaptive, fixed):
         changed.load_state_dict(before.state_dict())

@@ -291,7 +291,7 @@ def test_rows_of_an_episode_may_be_spread_when_their_lengths_are_given(kind):
     totals = totals_of_tokens(step.mask_T, step.episode_T)
     lengths = [int((step.mask_T & (step.episode_T == e)).sum()) for e in range(4)]
     whole_T = aggregation_weights(kind, step.mask_T, step.episode_T, totals, dtype=torch.float64)
-    for s in (slice(0, 5), slice(5, None)):
+    for s in (slice(0, 3), slice(3, None)):  # in the midst of the first episode's trained tokens
         part_T = aggregation_weights(
             kind, step.mask_T[s], step.episode_T[s], totals, lengths_S=lengths, dtype=torch.float64
         )

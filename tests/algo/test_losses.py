@@ -82,6 +82,14 @@ def test_gspo_of_two_sequences_of_one_token_is_ppo():
     close(one[1], other[1])
 
 
+def test_gspo_bounds_the_loss_of_a_negative_advantage_where_a_dual_clip_is_set():
+    config = GSPO(clip_low=0.2, clip_high=0.2, dual_clip=2.0)
+    loss, gradient, figures = run("gspo", config, [4.0, 4.0, 1.5], [-1.0, -1.0, -1.0], sequence=[0, 0, 1])
+    assert loss == pytest.approx(2 + 2 + 1.5)
+    close(gradient, [0, 0, 1.5])
+    assert figures["dual_clip_fraction"] == pytest.approx(2 / 3)
+
+
 def test_geo_mean_clips_the_log_ratio_on_the_side_that_the_advantage_pushes():
     config = GeoMean(clip_low=0.1, clip_high=0.1)
     up, down = math.log(1.5), math.log(0.5)
@@ -98,10 +106,21 @@ def test_geo_mean_clips_the_log_ratio_on_the_side_that_the_advantage_pushes():
 
 def test_geo_mean_leaves_a_token_without_an_advantage_out_of_the_ratio():
     config = GeoMean(clip_low=0.4, clip_high=0.4)
-    loss, gradient, _ = run("geo_mean", config, [1.3, 1.2], [0.0, 2.0], weights=[0.5, 0.5])
+    loss, gradient, figures = run("geo_mean", config, [1.3, 1.2], [0.0, 2.0], weights=[0.5, 0.5])
     ratio = math.sqrt(1.2)
     assert loss == pytest.approx(-ratio)
     close(gradient, [0, -ratio / 2])
+    assert figures["clip_fraction"] == 0
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.1, 0.3), (0.3, 0.1)])
+def test_geo_mean_has_a_bound_for_each_sign_of_the_advantage(low, high):
+    config = GeoMean(clip_low=low, clip_high=high)
+    far = [math.exp(0.5), math.exp(-0.5)]
+    loss, gradient, figures = run("geo_mean", config, far, [1.0, -1.0], sequence=[0, 1])
+    assert loss == pytest.approx(-math.exp(high) + math.exp(-low))
+    close(gradient, [0, 0])
+    assert figures["clip_fraction"] == 1
 
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient():
@@ -127,6 +146,14 @@ def test_sapo_of_sequences_gates_their_geometric_mean():
         SAPO(level="turn")
 
 
+def test_how_far_the_policy_has_moved_by_hand():
+    _, _, figures = run("gpg", GPG(), [2.0, 0.5, 0.25], [1.0, 1.0, 1.0])
+    two = math.log(2)
+    assert figures["policy_kl"] == pytest.approx(2 * two / 3)
+    assert figures["policy_kl_k3"] == pytest.approx(((1 - two) + (-0.5 + two) + (-0.75 + 2 * two)) / 3)
+    assert figures["log_ratio_max"] == pytest.approx(2 * two)
+
+
 def test_gpg_is_the_plain_policy_gradient():
     loss, gradient, _ = run("gpg", GPG(), [2.0, 1.0], [1.0, -3.0])
     close(gradient, [-1.0, 3.0])
@@ -145,8 +172,11 @@ def test_gpg_is_the_plain_policy_gradient():
     ids=["none", "token", "token band", "sequence", "sequence band"],
 )
 def test_reinforce_with_each_importance(config, weights):
-    _, gradient, _ = run("reinforce", config, [3.0, 0.5, 1.5], [1.0, 1.0, -1.0], sequence=[0, 0, 1])
-    close(gradient, [-weights[0], -weights[1], weights[2]])
+    share = [0.5, 0.25, 0.25]
+    _, gradient, figures = run("reinforce", config, [3.0, 0.5, 1.5], [1.0, 1.0, -1.0], share, sequence=[0, 0, 1])
+    close(gradient, [-0.5 * weights[0], -0.25 * weights[1], 0.25 * weights[2]])
+    if config.importance != "none":
+        assert figures["importance_weight"] == pytest.approx(sum(weights) / 3)
 
 
 def test_dro_is_held_back_by_a_quadratic():
@@ -165,6 +195,14 @@ def test_dppo_stops_at_a_change_of_probability_not_of_ratio():
     assert figures["clip_fraction"] == 0.5
 
 
+@pytest.mark.parametrize(("low", "high", "wanted"), [(0.1, 0.3, [-2.0, 0.0]), (0.3, 0.1, [0.0, 0.2])])
+def test_dppo_has_a_bound_for_each_direction(low, high, wanted):
+    config = DPPO(divergence_low=low, divergence_high=high)  # 0.25 -> 0.5 moves by 0.25, 0.25 -> 0.05 by 0.2
+    _, gradient, figures = run("dppo_tv", config, [2.0, 0.2], [1.0, -1.0])
+    close(gradient, wanted)
+    assert figures["clip_fraction"] == 0.5
+
+
 def test_dppo_kl_by_hand():
     was, now = 0.25, 0.5
     divergence = was * math.log(was / now) + (1 - was) * math.log((1 - was) / (1 - now))
@@ -179,12 +217,31 @@ def test_dppo_kl_of_a_certain_token():
     assert all(math.isfinite(g) for g in gradient)
 
 
+def test_dppo_kl_of_a_token_that_became_certain():
+    """0.9999 -> 1 in float64: the divergence is 1e-4 log(1e-4 / 2e-308) = 0.07, no reason to stop it."""
+    new_T, old_T, one_T = tensor(0.0).requires_grad_(), tensor(math.log(0.9999)), tensor(1.0)
+    rest = torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.bool), DPPO()
+    loss, _ = POLICY_LOSSES["dppo_kl"].fn(new_T, old_T, one_T, one_T, *rest)
+    loss.backward()
+    assert new_T.grad.tolist() == pytest.approx([-1 / 0.9999])
+
+
 def test_vespo_weighs_by_the_full_ratio_of_the_sequence():
     config = VESPO(k_positive=2.0, lambda_positive=3.0, k_negative=1.0, lambda_negative=0.5)
     w = 1.5 * 0.8
     up, down = w**2 * math.exp(3 * (1 - w)), w * math.exp(0.5 * (1 - w))
-    _, gradient, _ = run("vespo", config, [1.5, 0.8], [1.0, -1.0])
+    _, gradient, figures = run("vespo", config, [1.5, 0.8], [1.0, -1.0])
     close(gradient, [-up, down])
+    assert figures["gradient_weight"] == pytest.approx((up + down) / 2)
+
+
+@pytest.mark.parametrize("way", [1, -1])
+def test_vespo_holds_the_ratio_of_a_sequence_within_exp_20(way):
+    config = VESPO(k_positive=1.0, lambda_positive=0.0)  # without lambda the weight is the ratio
+    _, gradient, _ = run("vespo", config, [math.exp(13 * way), math.exp(12 * way)], [1.0, 1.0])
+    assert gradient == pytest.approx([-math.exp(20 * way)] * 2)
+    _, gradient, _ = run("vespo", VESPO(lambda_positive=0.0), [math.exp(500)] * 2, [1.0, 1.0])
+    assert gradient == pytest.approx([-math.exp(40)] * 2)
 
 
 def test_clip_cov_takes_the_gradient_of_the_selected_tokens():
@@ -193,6 +250,15 @@ def test_clip_cov_takes_the_gradient_of_the_selected_tokens():
     assert loss == pytest.approx(-1.1)
     close(gradient, [-1.1, 0])
     assert figures["selected_fraction"] == 0.5
+
+
+def test_clip_cov_has_a_bound_for_each_direction():
+    none = torch.tensor([False] * 3)
+    config = ClipCov(clip_low=0.1, clip_high=0.3)
+    loss, gradient, figures = run("clip_cov", config, [1.2, 1.4, 0.85], [1.0, 1.0, -1.0], selected_T=none)
+    assert loss == pytest.approx(-1.2 - 1.3 + 0.9)
+    close(gradient, [-1.2, 0, 0])
+    assert figures["clip_fraction"] == pytest.approx(2 / 3)
 
 
 def test_kl_cov_penalises_the_selected_tokens():
@@ -218,6 +284,17 @@ def test_clip_cov_draws_inside_the_band_and_another_seed_draws_others():
     assert 0 < int((chosen & other).sum()) < 60
     nowhere = ClipCov(cov_low=50.0, cov_high=60.0)
     assert not clip_cov_selection(advantages, logprobs, keys, nowhere).any()
+
+
+def test_the_number_of_tokens_is_rounded_down_and_the_band_leaves_its_edges_out():
+    advantages, logprobs, keys = draw(39)
+    wide = ClipCov(fraction=0.05, cov_low=-100.0, cov_high=100.0)  # 5% of 39 tokens are 1.95
+    assert int(clip_cov_selection(advantages, logprobs, keys, wide).sum()) == 1
+    assert int(kl_cov_selection(advantages, logprobs, keys, KLCov(fraction=0.05)).sum()) == 1
+    edge = tensor(1.0, -1.0), tensor(-1.0, -3.0), torch.arange(2)  # both have a covariance of 1
+    for low, high in ((1.0, 2.0), (0.0, 1.0)):
+        assert not clip_cov_selection(*edge, ClipCov(cov_low=low, cov_high=high)).any()
+    assert int(clip_cov_selection(*edge, ClipCov(cov_low=0.5, cov_high=1.5)).sum()) == 1
 
 
 def test_kl_cov_takes_the_largest():
@@ -275,7 +352,8 @@ def test_value_loss_by_hand():
     # The first may count only up to 0.5 from its old value: the worse of (1 - 2)^2 and (0.5 - 2)^2, no gradient.
     assert loss.item() == pytest.approx(0.5 * (0.5 * 2.25 + 0.5 * 0.64))
     close(values.grad.tolist(), [0, -0.4])
-    assert metric_values(metrics)["value_clip_fraction"] == 0.5
+    figures = {"value_clip_fraction": 0.5, "value_error": 0.9, "value": 0.6, "return": 1.5}
+    assert metric_values(metrics) == pytest.approx(figures)
 
 
 def test_the_tokens_of_highest_entropy():

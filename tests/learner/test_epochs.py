@@ -223,6 +223,7 @@ def test_every_pass_has_its_own_order_and_all_episodes():
     assert len({tuple(epoch) for epoch in epochs}) == 3
     assert passes.mini_batches(names[::-1]) == batches, "it depends on names, not on the order of rows"
     assert Passes(3, 3, seed=2).mini_batches(names) != batches
+    assert Passes(3, 2, seed=1).mini_batches(names) == batches[:6], "two passes are the first two of three"
     assert Passes(2).mini_batches(names) == [names[::2], names[1::2]]
     assert Passes(8).mini_batches(names[:3]) == [[n] for n in names[:3]]
 

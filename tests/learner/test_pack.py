@@ -12,9 +12,9 @@ from torch import Tensor
 
 from agentrl.errors import ConfigError
 from agentrl.learner.logprobs import forward as forward_logits
-from agentrl.learner.pack import micro_batches, pack
+from agentrl.learner.pack import as_taught, micro_batches, pack
 from agentrl.learner.policy_model import load_policy
-from agentrl.types import Routes, Sample
+from agentrl.types import HintedOpening, Routes, Sample
 from tests.learner.train_models import (
     VOCABULARY,
     double,
@@ -159,6 +159,26 @@ def test_a_shared_token_has_the_route_of_the_first_row_that_knows_it():
         for row, data in zip(rows, experts, strict=True)
     ]
     assert pack(rows).routes_TLk.flatten().tolist() == [0, 1] + [2] * (length - 2)
+
+
+def test_each_place_behind_a_shared_beginning_has_its_own_route():
+    rows = [make_sample([*PROMPT, t, 50 + t], {5, 6}, episode=f"e{t}") for t in range(2)]
+    experts = [bytes([0, 1, 2, 3, 4, 5, 6]), bytes([9, 9, 9, 9, 9, 7, 8])]
+    rows = [
+        replace(row, routes=Routes(data, layers=1, top_k=1, width=1))
+        for row, data in zip(rows, experts, strict=True)
+    ]
+    assert pack(rows).routes_TLk.flatten().tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    hinted = replace(rows[1], hinted=HintedOpening(2, (60, 61, 62)))
+    taught = as_taught(hinted)
+    assert taught.ids == (60, 61, 62, *PROMPT[2:], 1, 51)
+    assert taught.loss_mask == (False,) * 6 + (True, True)
+    assert pack([taught]).routes_TLk is None, "the teacher's experts are its own"
+
+
+def test_each_token_has_its_own_advantage():
+    row = replace(make_sample([1, 2, 3, 4], {1, 3}), advantages=(9.0, 0.5, 9.0, -2.0))
+    assert pack([row]).advantages_N.tolist() == [0.5, -2.0]
 
 
 def test_rows_of_one_episode_have_one_number():
