@@ -217,13 +217,15 @@ def test_dppo_kl_of_a_certain_token():
     assert all(math.isfinite(g) for g in gradient)
 
 
-def test_dppo_kl_of_a_token_that_became_certain():
-    """0.9999 -> 1 in float64: the divergence is 1e-4 log(1e-4 / 2e-308) = 0.07, no reason to stop it."""
-    new_T, old_T, one_T = tensor(0.0).requires_grad_(), tensor(math.log(0.9999)), tensor(1.0)
+@pytest.mark.parametrize(("was", "goes_on"), [(0.9999, True), (0.25, False)])
+def test_dppo_kl_of_a_token_that_became_certain(was, goes_on):
+    """With the smallest float64 for the rest, 0.9999 -> 1 diverges by 1e-4 log(1e-4 / 2e-308) = 0.07, 0.25 -> 1
+    by 500."""
+    new_T, old_T, one_T = tensor(0.0).requires_grad_(), tensor(math.log(was)), tensor(1.0)
     rest = torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.bool), DPPO()
     loss, _ = POLICY_LOSSES["dppo_kl"].fn(new_T, old_T, one_T, one_T, *rest)
     loss.backward()
-    assert new_T.grad.tolist() == pytest.approx([-1 / 0.9999])
+    assert new_T.grad.tolist() == pytest.approx([-1 / was if goes_on else 0])
 
 
 def test_vespo_weighs_by_the_full_ratio_of_the_sequence():

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
 from agentrl.errors import ConfigError
-from agentrl.learner.moments import moment_bytes
-from agentrl.learner.optimizer import MOMENTS, CompactAdamW, loaded, make_optimizer, stored
+from agentrl.learner.moments import moment_bytes, scales_per_row
+from agentrl.learner.optimizer import MOMENTS, CompactAdamW, _fractions, loaded, make_optimizer, stored
 from agentrl.learner.shard import World
 from tests.learner.direct import DirectLearner
 from tests.learner.train_models import make_batch, scored, write_model
@@ -94,13 +94,45 @@ def test_eight_bits_are_near_and_read_back_as_they_are(entry: str, width: int):
     rows = rows if entry == "exp_avg" else rows.square()
     state = stored(entry, rows, "int8")
     found = loaded(state, entry)
-    assert bool(((found == 0) == (rows == 0)).all()), "nothing but 0 becomes 0"
+    assert torch.equal(found.sign(), rows.sign()), "nothing but 0 becomes 0, and signs are kept"
     assert float((found - rows).norm() / rows.norm()) < 0.03
     again = stored(entry, found, "int8")
     assert all(torch.equal(state[name], again[name]) for name in state)
     for row in (0, 17):  # a row means the same without the others
         alone = stored(entry, rows[row : row + 1], "int8")
         assert all(torch.equal(alone[name][0], state[name][row]) for name in state)
+
+
+@pytest.mark.parametrize("entry", MOMENTS)
+def test_blocks_of_256_numbers_have_a_scale_each_and_255_fractions(entry: str):
+    """Numbers of the first block are a billionth of those of the second, and as exact."""
+    rows = torch.rand(3, 512, generator=torch.Generator().manual_seed(0)) + 0.5
+    rows[:, :256] *= 1e-9
+    found = loaded(stored(entry, rows, "int8"), entry)
+    assert float((found / rows - 1).abs().max()) < 0.02
+    assert [scales_per_row(width) for width in (1, 255, 256, 257, 512, 513)] == [1, 1, 1, 2, 2, 3]
+    fractions, _ = _fractions(entry == "exp_avg", torch.device("cpu"))
+    assert len(fractions.unique()) == 255
+
+
+@pytest.mark.parametrize("at_once", [1, 90, 10_000])
+def test_large_matrices_are_updated_piece_by_piece(at_once: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("agentrl.learner.optimizer.AT_ONCE", at_once)  # no row, two rows and all rows of 40
+    torch.manual_seed(0)
+    ours, theirs = (torch.nn.Parameter(torch.ones(31, 40)) for _ in range(2))
+    adamw = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.8, 0.9), weight_decay=0.3)
+    compact = CompactAdamW([ours], lr=1e-2, betas=(0.8, 0.9), weight_decay=0.3, state="int8")
+    for _ in range(3):
+        ours.grad = torch.randn_like(ours)
+        theirs.grad = ours.grad.clone()
+        compact.step()
+        adamw.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+    large = torch.nn.Parameter(torch.zeros(64, 64))
+    for state in ("float32", *COMPACT):
+        made = make_optimizer([large], OptimConfig(betas=(0.8, 0.9), weight_decay=0.3, state=state), 1e-2)
+        group = made.param_groups[0]
+        assert (group["lr"], group["betas"], group["weight_decay"], group["eps"]) == (1e-2, (0.8, 0.9), 0.3, 1e-8)
 
 
 def test_bfloat16_keeps_small_changes_on_average():
@@ -110,6 +142,21 @@ def test_bfloat16_keeps_small_changes_on_average():
     for _ in range(100):
         value = loaded(stored("exp_avg_sq", value * 0.999, "bfloat16", random), "exp_avg_sq")
     assert float(value.mean()) == pytest.approx(0.999**100, rel=2e-3)
+
+
+def test_each_update_and_each_parameter_rounds_with_random_numbers_of_its_own():
+    """With the same numbers in every update, most entries of a moment that shrinks by 0.1% would never shrink."""
+    pair = [torch.nn.Parameter(torch.zeros(64, 64)) for _ in range(2)]
+    optimizer = CompactAdamW(pair, lr=0.0, betas=(0.9, 0.999), weight_decay=0.0, state="bfloat16")
+    for number in range(300):
+        for parameter in pair:
+            parameter.grad = torch.full_like(parameter, float(number == 0))
+        optimizer.step()
+    first, second = (optimizer.state[parameter]["exp_avg_sq"].float() for parameter in pair)
+    decayed = 0.001 * 0.999**299
+    assert float(first.mean()) == pytest.approx(decayed, rel=0.01)
+    assert 0.6 * decayed < float(first.min()) < float(first.max()) < 1.3 * decayed
+    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("state", COMPACT)
