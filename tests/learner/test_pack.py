@@ -214,6 +214,23 @@ def test_a_group_stays_together_and_counts_its_prompt_once():
     assert len(micro_batches(rows, size - 1)) == 4
 
 
+def test_groups_go_in_by_size_each_into_the_first_micro_batch_with_room():
+    rows = [
+        make_sample(range(10 * g, 10 * g + n), {1}, episode=f"e{g}", group=g)
+        for g, n in enumerate((2, 4, 5, 3, 4))
+    ]
+    found = [[row.group for row in part] for part in micro_batches(rows, 9)]
+    assert found == [[2, 1], [4, 3, 0]]  # 5 + 4 and 4 + 3 + 2 tokens
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_hint_of_a_teacher_takes_room(apart: bool):
+    row = replace(make_sample([1, 2, 3, 4], {2}), hinted=HintedOpening(1, (60, 61, 62, 63, 64, 65)))
+    assert micro_batches([row], 9, apart=apart) == [[row]]
+    with pytest.raises(ConfigError, match="has 9 tokens, and a micro-batch takes 8"):
+        micro_batches([row], 8, apart=apart)
+
+
 def test_an_episode_that_fits_nowhere_is_named_with_what_to_do():
     samples = [make_sample(range(60), {1}, episode="g3/e0"), make_sample(range(9, 59), {1}, episode="g3/e0")]
     with pytest.raises(ConfigError) as caught:
