@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -32,7 +32,15 @@ from agentrl.engine.servers.reported_routes import RouteLayout
 from agentrl.engine.servers.server_engine import ServedEngine, load_folder
 from agentrl.engine.servers.sglang import SGLangServer
 from agentrl.engine.servers.streams import SGLangStream
-from agentrl.engine.servers.weight_sync import AdapterSync, DiskSync, TensorSync, WeightSync, buckets, distinct
+from agentrl.engine.servers.weight_sync import (
+    AdapterSync,
+    DiskSync,
+    TensorSync,
+    WeightSync,
+    buckets,
+    distinct,
+    push_to_each,
+)
 from agentrl.errors import EngineError
 from agentrl.models.stored import as_saved, exact_tensors
 from agentrl.testing.sglang_server import LoopbackServer
@@ -111,6 +119,28 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(20):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+
+async def test_what_no_server_did_is_raised_and_what_a_server_did_is_returned() -> None:
+    async def work(server: object) -> None:
+        if server in failing:
+            raise failing[server]
+
+    async def own(error: Exception | None) -> None:
+        if error is not None:
+            raise error
+
+    one, two = cast("Any", "one"), cast("Any", "two")
+    lost, mistake = EngineError("lost"), KeyError("mistake")
+    failing: dict[object, Exception] = {}
+    assert await push_to_each([one, two], work) == await push_to_each([one, two], work, own(None)) == {}
+    assert await push_to_each([one, two], work, own(lost)) == {one: lost, two: lost}
+    failing[two] = EngineError("refused")
+    assert await push_to_each([one, two], work, own(lost)) == {two: failing[two]}
+    for alongside in (mistake, None):
+        failing[one] = mistake if alongside is None else EngineError("lost, too")
+        with pytest.raises(KeyError, match="mistake"):
+            await push_to_each([one, two], work, own(alongside))
 
 
 async def test_tokens_logprobs_and_versions_come_as_drawn(model: Path) -> None:

@@ -357,15 +357,16 @@ class _JoinFailed(EngineError):
 async def push_to_each(
     servers: Sequence[InferenceServer], work: Work, alongside: Coroutine[Any, Any, None] | None = None
 ) -> Failures:
-    """Run `work` for all servers at once, together with `alongside`; return which failed, and why."""
+    """Run `work` for all servers at once, together with `alongside`; return which failed, and why.
+
+    An exception that is no EngineError is raised: it is not the server's.
+    """
     jobs = [work(server) for server in servers] + ([alongside] if alongside is not None else [])
     results = await asyncio.gather(*jobs, return_exceptions=True)
-    failures: Failures = {}
-    for server, result in zip(servers, results, strict=False):
-        if isinstance(result, EngineError):
-            failures[server] = result
-        elif isinstance(result, BaseException):
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, EngineError):
             raise result
+    failures = {s: result for s, result in zip(servers, results, strict=False) if isinstance(result, EngineError)}
     if alongside is not None and isinstance(results[-1], EngineError) and not failures:
         failures = dict.fromkeys(servers, results[-1])
     return failures
