@@ -220,6 +220,25 @@ class TestUpdates:
         assert relative(seen[1][0], padded_gradient(model, None, second, old=old)) < 1e-4
         assert relative(seen[1][0], padded_gradient(model, None, second)) > 0.05
 
+    def test_the_norm_of_a_step_is_that_of_its_largest_update(self, policy_dir: Path):
+        algorithm = AlgorithmConfig(kl={"coef": 0.0}, updates_per_step=4)
+        learner = make_learner(policy_dir, algorithm=algorithm, lr=2e-3)
+        seen = record(learner)
+        found = learner.step(make_batch(8)).metrics["grad_norm"]
+        norms = [float(torch.stack([g.norm() for g in gradient]).norm()) for gradient, _ in seen]
+        assert len(norms) == 4
+        assert max(norms) > 1.05 * min(norms)
+        assert found == pytest.approx(max(norms), rel=1e-4)
+
+    @pytest.mark.parametrize("lr", [0.0, 1e-4, 3e-3])
+    def test_imitation_takes_the_rate_that_it_is_given(self, policy_dir: Path, lr: float):
+        learner = make_learner(policy_dir, lr=1e-3)
+        before = [p.detach().clone() for p in learner.policy.parameters()]
+        learner.imitate(make_batch(4), lr)
+        after = [p.detach() for p in learner.policy.parameters()]
+        moved = max(float((p - q).abs().max()) for p, q in zip(after, before, strict=True))
+        assert moved == pytest.approx(lr, rel=0.01, abs=1e-7), "Adam's first step is the rate"
+
     def test_episodes_are_dealt_out_whole(self, policy_dir: Path):
         samples = [make_sample([1, 2, 3, 4], {2, 3}, episode=e) for e in ("a", "b", "c", "a")]
         learner = make_learner(policy_dir, algorithm=AlgorithmConfig(kl={"coef": 0.0}, updates_per_step=8))
