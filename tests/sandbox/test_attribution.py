@@ -198,7 +198,8 @@ class TestWhatAProgramBreaks:
     async def test_a_session_that_hunts_every_new_process(self, box: Box, number: signal.Signals) -> None:
         await box.write_file("hunter.py", HUNTER)
         session = await box.session("bash")
-        assert (await session.run(f"python3 hunter.py {number.value} & sleep 0.1")).ok
+        pause = "for ((n = 0; n < 100000; n++)); do :; done"  # it would hunt a `sleep`
+        assert (await session.run(f"python3 hunter.py {number.value} & {pause}")).ok
         assert set(await file_operations(box)) == {"ok"}
         await still_answers(box)
         other = await box.session("python")

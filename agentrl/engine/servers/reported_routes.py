@@ -8,11 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from agentrl.errors import ConfigError, EngineError
-from agentrl.models.model_config import any_config
-from agentrl.models.routers import WIDE
 from agentrl.types import Routes
 
 if TYPE_CHECKING:
@@ -52,6 +48,9 @@ def layout_of(model: Path) -> RouteLayout:
     Raises:
         ConfigError: its config.json does not say how many layers it has, or experts per token.
     """
+    from agentrl.models.model_config import any_config
+    from agentrl.models.routers import WIDE
+
     where = f"model directory {str(model)!r}"
     text = any_config(model, where).get_text_config()
     layers, top_k = (getattr(text, name, None) for name in ("num_hidden_layers", "num_experts_per_tok"))
@@ -72,6 +71,8 @@ def read_routes(text: object, asked: RoutesAsked, length: int, where: str) -> Ro
     Raises:
         EngineError: they are missing, or not of so many tokens, layers and experts.
     """
+    import numpy as np  # `agentrl plan` loads this module, and needs to start at once
+
     layout, tokens = asked.layout, length - 1 - asked.start
     if not isinstance(text, str):
         raise EngineError(f"{where}: the answer lacks routed_experts, which learner.replay_routes needs")
