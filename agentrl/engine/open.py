@@ -29,7 +29,7 @@ async def open_engine(
         processes: on a CPU, run the local engine in up to this many separate processes, where it cannot stream
         tokens; 0 runs it in a thread.
         ray: address of the cluster for servers with `launch: ray`; without it, one is started on this machine.
-        routes: have completions report the experts that the model's routers chose: the local engine and SGLang.
+        routes: have completions report the experts that routers chose, as the local engine and SGLang can.
         gpu: of this process; what weights are broadcast to servers from.
 
     Raises:
