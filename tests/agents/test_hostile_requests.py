@@ -256,6 +256,8 @@ class Engine(ScriptedEngine):
             for n in range(rng.choice((0, 1, 1, 2)))
         )
         text = rng.choice((word, f" {word}  ", f"{word}\n\n", "")) if calls else f"{word} says the policy"
+        if not text and not any(word in call.arguments["expression"] for call in calls):
+            text = word
         return Message("assistant", text, calls, reasoning=rng.choice((None, "Hm. ", "Let me think")))
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, session: str | None = None) -> Completion:
