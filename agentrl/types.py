@@ -114,8 +114,8 @@ class Completion:
 
     `logprobs` are under the temperature-scaled, otherwise unfiltered distribution (greedy: temperature 1);
     `versions` holds the policy version of each token. All three have the same length. `routes`, if the engine
-    returns them, are those of the whole context but its last token, which the model has not read; and but the
-    tokens at its beginning whose routes it has returned with an earlier completion of the session.
+    returns them, cover the context except its last token, which the model has not read. They may leave out
+    tokens at its start whose routes came with an earlier completion of the session.
     """
 
     ids: tuple[int, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any
 
@@ -15,11 +15,25 @@ from pydantic_core import CoreSchema, core_schema
 
 from agentrl.config.facts import NamesCode, facts
 from agentrl.config.section import Section
+from agentrl.suggest import did_you_mean
 
 
 def is_own(name: str) -> bool:
     """Whether a name points to user code, `module:name` or `path/to/file.py:name`."""
     return ":" in name
+
+
+def known_or_own(name: str, known: Sequence[str], code: str = "Name") -> str:
+    """Return the name if it is known or points to user code.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if name in known or is_own(name):
+        return name
+    near = did_you_mean(name.lower(), known, cutoff=0.5)
+    hint = f"; {near}" if near else ""
+    raise ValueError(f"must be one of {', '.join(known)}, or `module:{code}`, got {name!r}{hint}")
 
 
 OWN = "own function"

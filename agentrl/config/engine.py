@@ -9,11 +9,10 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from agentrl.config.address import address_problem, server_of, without_credentials
-from agentrl.config.choice import is_own
+from agentrl.config.choice import is_own, known_or_own
 from agentrl.config.facts import Advanced, NamesCode, NeverWhen, NeverWith, OnlyWhen, OnResume, PathTo, UnusedBy
 from agentrl.config.section import Count, Device, Positive, Section
 from agentrl.gpu import gpus_here
-from agentrl.suggest import did_you_mean
 
 Seconds = Annotated[float, Field(gt=0)]
 Sync = Literal["disk", "tensor", "broadcast", "lora", "delta"]
@@ -143,12 +142,7 @@ class EngineConfig(Section):
     @field_validator("kind")
     @classmethod
     def _known_kind(cls, kind: str) -> str:
-        known = ["local", *SERVERS]
-        if kind in known or is_own(kind):
-            return kind
-        near = did_you_mean(kind, known, cutoff=0.5)
-        hint = f"; {near}" if near else ""
-        raise ValueError(f"must be one of {', '.join(known)}, or `module:Name`, got {kind!r}{hint}")
+        return known_or_own(kind, ["local", *SERVERS])
 
     @model_validator(mode="after")
     def _sync_fits(self) -> Self:

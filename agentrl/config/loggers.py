@@ -6,10 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from agentrl.config.choice import is_own
+from agentrl.config.choice import known_or_own
 from agentrl.config.facts import NamesCode, NeverWhen, OnlyWhen, PathTo
 from agentrl.config.section import Count, Section
-from agentrl.suggest import did_you_mean
 
 LOGGERS = ("tensorboard", "wandb", "mlflow", "trackio")
 """The loggers that come with agentrl."""
@@ -46,8 +45,4 @@ class LoggerConfig(Section):
     @field_validator("use")
     @classmethod
     def _known(cls, use: str) -> str:
-        if use in LOGGERS or is_own(use):
-            return use
-        near = did_you_mean(use.lower(), LOGGERS, cutoff=0.5)
-        hint = f"; {near}" if near else ""
-        raise ValueError(f"must be one of {', '.join(LOGGERS)}, or `module:Name`, got {use!r}{hint}")
+        return known_or_own(use, LOGGERS)

@@ -12,7 +12,7 @@ from agentrl.algo.parameters import Named
 from agentrl.config.address import hide_credentials
 from agentrl.config.agreement import check_sections, check_sequence_ranks
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
-from agentrl.config.choice import OneOf, OwnFunction, choice_of, is_own
+from agentrl.config.choice import OneOf, OwnFunction, choice_of, known_or_own
 from agentrl.config.compact import CompactConfig
 from agentrl.config.engine import EngineConfig
 from agentrl.config.eval_config import EvalConfig
@@ -34,7 +34,6 @@ from agentrl.config.place import Places
 from agentrl.config.reward_model import RewardModelConfig
 from agentrl.config.section import COLDEST, HOTTEST, Count, Device, Fraction, Positive, Section
 from agentrl.config.teacher import TeacherConfig, TeacherOfEnv
-from agentrl.suggest import did_you_mean
 
 
 class TinyModel(Section):
@@ -188,11 +187,7 @@ class SamplerConfig(Section):
     @field_validator("order")
     @classmethod
     def _known_order(cls, order: str) -> str:
-        if order in ORDERS or is_own(order):
-            return order
-        near = did_you_mean(order, ORDERS, cutoff=0.5)
-        hint = f"; {near}" if near else ""
-        raise ValueError(f"must be one of {', '.join(ORDERS)}, or `module:Class`, got {order!r}{hint}")
+        return known_or_own(order, ORDERS, "Class")
 
 
 class DataConfig(Section):

@@ -114,6 +114,22 @@ async def servers(count: int, **options: Any) -> AsyncIterator[list[LoopbackServ
         yield [await stack.enter_async_context(LoopbackServer(**options)) for _ in range(count)]
 
 
+async def sent_again(engine: ServedEngine, server: LoopbackServer, said: list[str]) -> dict[str, torch.Tensor]:
+    """What a server gets that dies and comes back, in its first request with weights of version 1."""
+    await server.die()
+    await until(lambda: said)
+    server.weights.clear()
+    await server.start()
+    assert (await engine.generate(PROMPT, Sampling(max_tokens=2))).versions == (1, 1)
+    _, body = server.weights[0]
+    return dict(pickle.loads(base64.b64decode(str(cast("Any", body)["serialized_named_tensors"][0]))))
+
+
+def assert_same_weights(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+
+
 async def until(condition: Callable[[], object]) -> None:
     """Wait for something that happens on the other side."""
     async with asyncio.timeout(20):
@@ -163,7 +179,7 @@ async def test_no_penalty_of_the_servers_own_changes_what_is_sampled(model: Path
         (asked,) = server.sampled_with
         await engine.generate(PROMPT, Sampling(max_tokens=2))
         assert server.sampled_with[1]["top_k"] == -1, "SGLang refuses 0"
-        assert (asked["no_stop_trim"], asked["skip_special_tokens"]) == (True, False), "every token is told"
+        assert (asked["no_stop_trim"], asked["skip_special_tokens"]) == (True, False), "every token is returned"
     assert asked.items() >= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}.items()
     assert (asked["top_k"], asked["top_p"], asked["min_p"]) == (7, 1.0, 0.1)
 
@@ -845,14 +861,7 @@ async def test_after_refused_weights_a_server_that_comes_back_gets_those_before(
         await engine.update_weights(weights(1), version=1)
         with pytest.raises(EngineError, match=r"b\.weight contains NaN"):
             await engine.update_weights(weights(2) | {"b.weight": torch.full((4, 8), math.nan)}, version=2)
-        await server.die()
-        await until(lambda: said)
-        server.weights.clear()
-        await server.start()
-        assert (await engine.generate(PROMPT, Sampling(max_tokens=2))).versions == (1, 1)
-        _, body = server.weights[0]
-        again = dict(pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])))
-        assert all(torch.equal(tensor, weights(1)[name]) for name, tensor in again.items())
+        assert_same_weights(await sent_again(engine, server, said), weights(1))
 
 
 async def test_a_session_that_a_killed_run_left_open_blocks_nobody(model: Path) -> None:

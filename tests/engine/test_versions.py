@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,17 @@ from agentrl.engine.base import GenerateOptions, Structure, TokenLogprob
 from agentrl.errors import EngineError
 from agentrl.testing.sglang_server import LoopbackServer, LoopbackVLLM
 from agentrl.types import Sampling
-from tests.engine.test_served import PROMPT, engine_over, expected, model, servers, until, weights
+from tests.engine.test_served import (
+    PROMPT,
+    assert_same_weights,
+    engine_over,
+    expected,
+    model,
+    sent_again,
+    servers,
+    until,
+    weights,
+)
 from tests.engine.test_vllm import opened
 
 __all__ = ["model"]
@@ -132,7 +140,7 @@ async def test_a_completion_that_ends_during_an_update_is_no_reason_to_restart_i
         slow.free.set()
         await update
         assert said == []
-        assert engine._pool.replicas[0].limit == 256, "being retracted for new weights is no lack of memory"
+        assert engine._pool.replicas[0].limit == 256, "the weights were the reason to retract it, not memory"
 
 
 async def test_a_server_that_comes_back_during_an_update_gets_the_new_weights_alone(model: Path) -> None:
@@ -168,14 +176,7 @@ async def test_a_server_that_comes_back_gets_the_weights_as_they_were_when_they_
         await engine.update_weights(own, version=1)
         for tensor in own.values():
             tensor.fill_(9.0)
-        await server.die()
-        await until(lambda: said)
-        server.weights.clear()
-        await server.start()
-        assert (await engine.generate(PROMPT, Sampling(max_tokens=2))).versions == (1, 1)
-        _, body = server.weights[0]
-        again = dict(pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])))
-        assert all(torch.equal(tensor, weights(1)[name]) for name, tensor in again.items())
+        assert_same_weights(await sent_again(engine, server, said), weights(1))
 
 
 async def test_the_rest_of_a_completion_is_drawn_with_another_seed(model: Path) -> None:

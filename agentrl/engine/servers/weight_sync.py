@@ -359,7 +359,7 @@ async def push_to_each(
 ) -> Failures:
     """Run `work` for all servers at once, together with `alongside`; return which failed, and why.
 
-    An exception that is no EngineError is raised: it is not the server's.
+    Exceptions other than EngineError are raised, because no server caused them.
     """
     jobs = [work(server) for server in servers] + ([alongside] if alongside is not None else [])
     results = await asyncio.gather(*jobs, return_exceptions=True)
