@@ -11,13 +11,14 @@ import pytest
 
 from agentrl.garbage import RARELY
 
-# Files that take a minute or more start first, so that no process is left alone with one at the end.
+# Files that take long start first, so that no process is left alone with one at the end.
 LONG = (
     "trainer/test_sglang", "trainer/test_vllm_server", "serve/test_serve_vllm", "learner/test_ranks",
     "exam/test_planted", "sandbox/test_suite", "doctor/test_planted", "cli/test_train_and_eval",
     "trainer/test_run", "trainer/test_algorithms_train", "envs/others/test_inspect", "trainer/test_changed_runs",
     "trainer/test_kill9", "learner/test_sequence_ranks", "chat/test_parsers_fuzz", "trainer/test_mixture",
-    "serve/test_clients", "trainer/test_replay",
+    "serve/test_clients", "trainer/test_replay", "view/test_page", "view/test_served", "trainer/test_teacher_run",
+    "trainer/test_observation_run", "trainer/test_hints", "trainer/test_start",
 )  # fmt: skip
 
 # Tiny matrices gain nothing from a second thread, and two spinning threads on a busy machine cost tenfold.
@@ -55,13 +56,12 @@ def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Thousands of modules are imported now, and stay: looking for garbage among them finds none."""
+    """Thousands of modules are imported now, and stay: no collection looks for garbage among them."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
-        gc.collect()
         gc.freeze()
 
 

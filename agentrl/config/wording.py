@@ -207,7 +207,7 @@ def _wrong_value(loc: Loc, error: ErrorDetails) -> str:
         if kind in _BOUNDS and limits:
             return f"must be {limits}, {got(value)}"
         if kind in _TYPE_ERRORS or kind == "literal_error":
-            return _not_of_kind(field.annotation, value, _short_form(loc))
+            return _not_of_kind(field.annotation, value, _short_form(loc)) + _itself(field, value)
     if kind == "model_type" and (short := _short_form(loc)):
         return f"must be {short} or a section (keys and values), {got(value)}"
     if kind in _TYPE_ERRORS:
@@ -240,6 +240,16 @@ def _short_form(loc: Loc) -> str:
     if loc == ("warmup",):
         return "`demonstrations`, `oracle`"
     return "the name of a logger" if len(loc) == 2 and loc[0] == "loggers" else ""
+
+
+def _itself(field: Any, value: object) -> str:
+    """What to pass from Python in place of an instance, where a class or function may stand for its name."""
+    section = section_of(field)
+    named = field if section is None else section.model_fields.get("use")
+    code = None if named is None else next(iter(facts(named, NamesCode)), None)
+    if code is None or value is None or isinstance(value, bool | int | float | str | list | dict):
+        return ""
+    return f"; pass the {code.kind} itself, or its name as `module:{code.kind.replace('class', 'Class')}`"
 
 
 def _not_of_kind(annotation: object, value: object, short: str = "") -> str:

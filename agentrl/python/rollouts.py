@@ -32,7 +32,7 @@ from agentrl.run_folder.files import at_home
 from agentrl.run_folder.store import find_checkpoint
 from agentrl.sandbox import using_pools
 from agentrl.scratch import ScratchFolder
-from agentrl.trainer.feed import make_admission
+from agentrl.trainer.feed import check_feed, make_admission
 from agentrl.types import Group, Sample
 
 
@@ -71,7 +71,8 @@ def rollouts(
         num_groups: groups to play, of `rollout.group_size` episodes each.
         model: a model directory, a run folder (its newest checkpoint) or a checkpoint; by default `model.path`, or
             a new random model for `model.tiny`.
-        split: the tasks to play, in their configured order.
+        split: the tasks to play, in their configured order. An order that depends on results gets each group when
+            it is complete. No group is replaced: `rollout.refill_zero_signal` and `group_filter` have no effect.
 
     Raises:
         ConfigError: the configuration, the env or the model is invalid. What is found only when the episodes begin
@@ -132,8 +133,10 @@ async def _play(asked: Rollouts) -> AsyncIterator[Group]:
 
         async def work() -> None:
             for number in waiting:
-                ((_, task),) = source.take(1)
+                ((position, task),) = source.take(1)
                 group = await groups.play(task, asked.split, number)
+                if source.rated:
+                    source.report(position, group)
                 queue.put_nowait(penalized([group], penalty)[0] if penalty else group)
 
         async def everything() -> None:
@@ -167,6 +170,8 @@ async def _prepare(
     """The player of groups, and where its tasks come from."""
     config = asked.config
     renderer = load_renderer(config, folder)
+    if asked.split == "train":
+        check_feed(config, content)
     for part in content.by_env.values():
         tasks = part.train_tasks if asked.split == "train" else part.held_out_tasks
         if not len(tasks):

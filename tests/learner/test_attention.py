@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 from transformers import (
     AutoModelForCausalLM,
@@ -242,6 +241,8 @@ def test_flex_attention_itself(models):
 
 def test_every_shape_of_flex_attention_has_a_kernel_in_every_thread(monkeypatch: pytest.MonkeyPatch):
     """Two models, two windows, with and without gradients: more kernels than PyTorch compiles by default."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # takes a second, in each process of the suite
+
     counted = CompileCounterWithBackend("eager")
     compiled = torch.compile(flex_attention, backend=counted)
     monkeypatch.setattr(flex, "_kernel", lambda device_type: compiled)

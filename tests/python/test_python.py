@@ -358,6 +358,31 @@ def test_an_instance_and_a_nested_function_do_not_take_the_name_of_what_can_be_i
         assert load_object(f"{__name__}:Halving") is Halving
 
 
+@pytest.mark.parametrize(
+    ("given", "key", "kind"),
+    [
+        ({"env": 0}, "env must be `module:Class`, `path/to/file.py:Class` or a section", "class"),
+        ({"data": {"sampler": {"order": 0}}}, "data.sampler.order must be text", "class"),
+        ({"agent": {"use": 0}}, "agent.use must be text or null", "function"),
+    ],
+)
+def test_an_instance_that_cannot_be_called_is_refused_with_what_to_pass(
+    given: dict[str, Any], key: str, kind: str
+):
+    class Instance:
+        def __repr__(self) -> str:
+            return "<mine>"
+
+    def put(value: Any) -> Any:
+        return {name: put(inner) for name, inner in value.items()} if isinstance(value, dict) else Instance()
+
+    with pytest.raises(agentrl.ConfigError) as caught:
+        agentrl.configure({"env": Calculator, "model": TINY, "steps": 1} | put(given))
+    assert key in str(caught.value)
+    name = "Class" if kind == "class" else "function"
+    assert f"got <mine>; pass the {kind} itself, or its name as `module:{name}`" in str(caught.value)
+
+
 def test_an_object_of_a_notebook_is_named_in_another_process():
     with pytest.raises(agentrl.ConfigError, match="was defined in another process"):
         load_object("__main__:never_defined_here")
@@ -398,6 +423,40 @@ def test_rollouts_need_no_trainer():
     several = {"model": TINY, "envs": {"one": {"use": Calculator}, "other": own}}
     with pytest.raises(agentrl.ConfigError, match="the configuration needs learner_logprobs, sum_pi_squared of"):
         agentrl.training_rows(groups, several)
+
+
+class Again:
+    """Chooses a task again once its last group was reported."""
+
+    def __init__(self, tasks: Sequence[Any], seed: int) -> None:
+        self.queue = [0, 1]
+
+    def choose(self, number: int) -> int:
+        return self.queue.pop(0)
+
+    def report(self, position: int, group: Any) -> None:
+        self.queue.append(position)
+
+    def state(self) -> list[int]:
+        return self.queue
+
+    def restore(self, state: list[int]) -> None:
+        self.queue = list(state)
+
+
+class Unrepeatable(Again):
+    def restore(self, state: list[int]) -> None:
+        """Forgets what was chosen."""
+
+
+def test_an_order_gets_the_groups_of_rollouts():
+    config = SMALL | {"data": {"sampler": {"order": Again}}, "rollout": SMALL["rollout"] | {"groups_per_step": 2}}
+    groups = list(agentrl.rollouts(config, 6))
+    assert len(groups) == 6
+    assert len({group.task.id for group in groups}) == 2
+    config["data"] = {"sampler": {"order": Unrepeatable}}
+    with pytest.raises(agentrl.ConfigError, match=r"choose\(1\) returned 1, and 0 after restore"):
+        list(agentrl.rollouts(config, 2))
 
 
 @pytest.mark.timeout(60)
