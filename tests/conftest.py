@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 from functools import cache
 
 import pytest
+import typer.main
 
 from agentrl.garbage import RARELY
 
@@ -26,6 +27,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Each HTTP client would load the certificates of all authorities, for 45 ms of CPU time, and tests make thousands.
 ssl.create_default_context = cache(ssl.create_default_context)
+
+# Each command would build the tree of all commands, for 20 ms.
+typer.main.get_command = cache(typer.main.get_command)
 
 # `garbage_of_this_file` looks for what is left open.
 gc.set_threshold(*RARELY)
