@@ -19,6 +19,10 @@ def test_wilsons_interval():
     low, high = wilson(95, 100)
     assert (round(low, 4), round(high, 4)) == (0.8882, 0.9785)
     assert wilson(10, 10)[1] == 1.0
+    for trials in range(1, 200):
+        assert (wilson(0, trials)[0], wilson(trials, trials)[1]) == pytest.approx((0.0, 1.0))
+        assert wilson(0, trials)[0] >= 0.0
+        assert wilson(trials, trials)[1] <= 1.0
 
 
 def test_pass_at_k_and_pass_all_count_subsets():
@@ -164,6 +168,34 @@ class TestPaired:
         better = np.random.default_rng(5).uniform(1, 2, size=40)
         assert paired([0.0] * 40, list(better)).p == 1 / 100_001
         assert not paired([0.0] * 18, [1.0] * 9 + [1.05] * 9).exact, "they have no common unit"
+
+    @pytest.mark.parametrize("kind", ["few", "counted", "sampled"])
+    def test_p_is_two_sided(self, kind: str):
+        rng = np.random.default_rng(6)
+        tasks = 10 if kind == "few" else 40
+        b = rng.integers(-2, 4, size=tasks) if kind == "counted" else rng.normal(0.3, 1.0, size=tasks)
+        a = [0.0] * tasks
+        better, worse = paired(a, list(b)), paired(list(b), a)
+        assert better.exact == worse.exact == (kind != "sampled")
+        assert better.p == worse.p < 1.0
+        assert (better.difference.mean, better.better) == (-worse.difference.mean, worse.worse)
+
+    def test_p_of_sampled_flips_is_near_that_of_the_normal_distribution(self):
+        differences = np.random.default_rng(7).normal(0.2, 1.0, size=400)
+        z = abs(differences.sum()) / math.sqrt((differences**2).sum())  # the sum of random flips is nearly normal
+        found = paired([0.0] * 400, list(differences))
+        assert 0.001 < found.p < 0.2
+        assert found.p == pytest.approx(2 * NormalDist().cdf(-z), rel=0.05)
+
+    def test_all_flips_of_sixteen_tasks_are_counted(self):
+        differences = [1.0 + math.sqrt(n) / 10 for n in range(16)]
+        found = paired([0.0] * 16, differences)
+        assert (found.p, found.exact) == (2 / 2**16, True)
+
+    def test_rounding_of_negative_rewards_is_no_difference(self):
+        a, b = -(0.1 + 0.2 + 0.3) / 3, -(0.3 + 0.2 + 0.1) / 3
+        assert a != b
+        assert paired([a, b], [b, a]).equal == 2
 
     def test_nothing_differs(self):
         assert paired([1, 0], [1, 0]).p == 1.0
