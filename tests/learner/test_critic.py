@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification
 
 from agentrl.algo.advantages.gae import gae_advantages
+from agentrl.algo.aggregate import totals_of_lengths
 from agentrl.algo.returns import rewards_at_end, whiten
 from agentrl.config.algorithm import AlgorithmConfig, CriticConfig
 from agentrl.config.run import LearnerConfig, OptimConfig
@@ -32,12 +36,13 @@ def make(
     tokens: int = 16384,
     critic_dir: Path | None = None,
     gae: dict[str, Any] | None = None,
+    optim: dict[str, Any] | None = None,
     **critic: Any,
 ) -> DirectLearner:
     return DirectLearner(
         policy,
         algorithm=AlgorithmConfig(advantage={"name": "gae", **(gae or {})}, kl={"coef": 0.0}),
-        optim=OptimConfig(lr=1e-3, warmup_steps=0, max_grad_norm=1e9),
+        optim=OptimConfig(**{"lr": 1e-3, "warmup_steps": 0, "max_grad_norm": 1e9} | (optim or {})),
         config=LearnerConfig(device="cpu", tokens_per_micro_batch=tokens),
         temperature=1.0,
         total_steps=10,
@@ -131,6 +136,57 @@ def test_the_value_head_and_its_optimizer_come_back_from_disk(small_dir: Path, t
         torch.equal(a, b)
         for a, b in zip(learner.critic.model.parameters(), other.critic.model.parameters(), strict=True)
     )
+
+
+def test_its_rate_follows_the_policys_schedule_also_after_a_resume(small_dir: Path, tmp_path: Path):
+    optim = {"warmup_steps": 4, "schedule": "linear"}
+    rows, scores = scored(make_batch(3, groups=1, size=2))
+
+    def rates(learner: DirectLearner, steps: int) -> list[float]:
+        learner.critic.optimizer.register_step_pre_hook(
+            lambda optimizer, *_: found.append(optimizer.param_groups[0]["lr"])
+        )
+        found: list[float] = []
+        for _ in range(steps):
+            learner.step(rows, scores)
+        return found
+
+    learner = make(small_dir, optim=optim, lr=1e-2)
+    assert rates(learner, 3) == pytest.approx([0.25e-2, 0.5e-2, 0.75e-2])
+    learner.save(tmp_path)
+    other = make(tmp_path, critic_dir=tmp_path / "critic", optim=optim, lr=1e-2)
+    other.load_optimizer(tmp_path)
+    fall = [1 - 0.9 * done / 5 for done in range(6)]  # to a tenth at the tenth and last step
+    assert rates(other, 7) == pytest.approx([1e-2 * share for share in (1.0, *fall)])
+
+
+@pytest.mark.parametrize("scale", [None, 50.0])
+def test_its_loss_has_its_own_aggregation_and_scale(small_dir: Path, scale: float | None):
+    kind = "seq-mean-token-mean" if scale is None else "seq-mean-token-sum-norm"
+    critic = make(small_dir, aggregation=kind, aggregation_scale=scale, value_clip=0.5).critic
+    columns = (
+        {"values": (0.0,), "returns": (2.0,)},
+        {"values": (0.0, 0.0, 1.0), "returns": (1.0, -1.0, -0.5)},
+    )
+    rows = [make_sample(range(10, 16), {3}, episode="a"), make_sample(range(20, 26), {2, 4, 5}, episode="b")]
+    packed = pack([replace(row, columns=own) for row, own in zip(rows, columns, strict=True)])
+    loss, metrics = critic.loss(packed, totals_of_lengths([1, 3]))
+    of_a, of_b = [4.0], [1.0, 1.0, 1.0]  # the values are 0, and the last counts as 0.5, to which it is clipped
+    sums = sum(of_a) / 1 + sum(of_b) / 3 if scale is None else (sum(of_a) + sum(of_b)) / scale
+    assert float(loss.detach()) == pytest.approx(sums / 2 / 2), "half the square, and the mean of two episodes"
+    assert metrics["critic/value_clip_fraction"].value == 1
+
+
+def test_weights_that_are_missing_or_become_infinite_are_said(small_dir: Path, tmp_path: Path):
+    learner = make(small_dir, lr=1e39)
+    rows, scores = scored(make_batch(3, groups=1, size=2))
+    with pytest.raises(AgentRLError, match="step 1: the update made weights of the critic that are not finite"):
+        learner.step(rows, scores)
+    copytree(small_dir, tmp_path / "torn")
+    file = tmp_path / "torn" / "model.safetensors"
+    save_file({k: v for k, v in load_file(file).items() if "q_proj" not in k}, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"torn holds no weights for model\.layers\.0\.self_attn\.q_proj"):
+        load_critic(tmp_path / "torn")
 
 
 def test_what_cannot_be_a_critic_is_said(tmp_path: Path, small_dir: Path):
