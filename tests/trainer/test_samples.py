@@ -19,7 +19,7 @@ from agentrl.rollout.episode_metrics import episode_metrics
 from agentrl.run_folder.records import EpisodeRecord
 from agentrl.trainer.algorithm import Algorithm
 from agentrl.trainer.estimator import check_penalties, check_weights
-from agentrl.trainer.samples import episode_samples, own_segments, penalized, segment_turns, to_records
+from agentrl.trainer.samples import Flat, episode_samples, own_segments, penalized, segment_turns, to_records
 from agentrl.types import LIMITS, Episode, Group, Message, Sample, Segment, StopReason, Task, Turn
 
 BOXED = """
@@ -137,6 +137,8 @@ def test_every_group_or_none_has_a_greedy_episode_to_compare_with():
     assert Algorithm(algorithm()).rows(groups).scores.greedy is None, "of a mixture, only some envs have one"
     groups[1] = replace(groups[1], greedy=episode("h", 0.25))
     assert Algorithm(algorithm()).rows(groups).scores.greedy == [0.5, 0.5, 0.25, 0.25]
+    groups[0] = replace(groups[0], greedy=episode("g", 0.0))
+    assert Algorithm(algorithm()).rows(groups).scores.greedy == [0.0, 0.0, 0.25, 0.25]
 
 
 def test_an_episode_whose_tokens_failed_their_check_votes_but_does_not_train():
@@ -189,6 +191,12 @@ def test_penalised_overlong_episodes_lose_reward_before_the_comparison(stop: Sto
         assert less == [cut]
         assert [s.advantages[-1] for s in samples] == [0.0, 0.0]
         assert "reward/overlong" not in metrics
+
+
+def test_a_greedy_episode_pays_the_penalty_as_well():
+    (found,) = penalized([replace(group(1.0, 0.0), greedy=episode("g", 1.0, stop=StopReason.MAX_TOKENS))], 0.25)
+    assert found.greedy is not None
+    assert found.greedy.reward == 0.75
 
 
 def test_the_penalty_is_added_to_a_reward_of_the_env_with_its_name():
@@ -286,6 +294,74 @@ def test_a_reward_of_an_empty_completion_is_on_the_token_before_it():
 
 def test_an_episode_without_a_sampled_token_gives_no_row():
     assert episode_samples(episode("e", 1.0, segments=(PROMPT,))) == []
+
+
+def branched(name: str, *texts: tuple[int, ...], reward: float = 1.0, task: Task | None = None) -> Episode:
+    """An episode of one turn with branches from its prompt, each of which samples such ids."""
+    answers = [Segment(ids, "sampled", 0, 1, (-0.5,) * len(ids), (4,) * len(ids)) for ids in texts]
+    return replace(episode(name, reward, segments=(PROMPT, *answers)), task=task or Task("t"))
+
+
+def test_records_name_the_advantage_of_each_sampled_segment_and_say_what_the_teacher_read():
+    first, silent, last = (7,), (), (8, 9)
+    groups = [replace(Group(Task("t"), (branched("e", first, silent, last),)), greedy=episode("g", 0.5))]
+    records = to_records(groups, {"e": {3: -0.25, 1: 0.5}}, step=2, hints={"e": "the answer"})
+    assert [(r.episode.id, r.advantages, r.hint, r.baseline) for r in records] == [
+        ("e", (0.5, 0.0, -0.25), "the answer", False),
+        ("g", (), None, True),
+    ]
+
+
+def test_rows_of_several_envs_keep_their_order_and_their_advantages():
+    tasks = {env: Task("t", env=env) for env in "ab"}
+    groups = [
+        Group(
+            tasks[env], tuple(branched(f"{env}{n}", (7, n), (8, n, n), reward=n, task=tasks[env]) for n in (1, 3))
+        )
+        for env in "ab"
+    ]
+    mixed = Algorithm(algorithm("dr_grpo"))
+    rows = mixed.rows([groups[1], groups[0]])
+    found = mixed.advantages(rows).samples
+    assert [(s.env, s.ids) for s in found] == [(s.env, s.ids) for s in rows.samples]
+    assert [(s.episode_id, s.advantages[-1]) for s in found] == [
+        *(("b1", -1.0), ("b1", -1.0), ("b3", 1.0), ("b3", 1.0)),
+        *(("a1", -1.0), ("a1", -1.0), ("a3", 1.0), ("a3", 1.0)),
+    ]
+
+
+class TestFlat:
+    def flat(self, *, reverse: bool = False) -> Flat:
+        rows = [*episode_samples(branched("a", (7, 8), (5,), (6, 9))), *episode_samples(branched("b", (7, 8, 9)))]
+        return Flat.of(rows[::-1] if reverse else rows)
+
+    def test_keys_are_those_of_a_token_whatever_the_order_of_the_rows(self):
+        keys = [
+            {
+                (row.episode_id, row.ids): tuple(part.tolist())
+                for row, part in zip(flat.rows, torch.split(flat.keys_N, flat.counts), strict=True)
+            }
+            for flat in (self.flat(), self.flat(reverse=True))
+        ]
+        assert keys[0] == keys[1]
+        assert len({key for part in keys[0].values() for key in part}) == 8, "no two tokens have the same"
+
+    def test_tokens_that_are_not_kept_have_no_place_in_mask_and_columns(self):
+        flat = self.flat()
+        flat.add("weight", torch.arange(8, dtype=torch.float64) / 3)
+        kept = flat.kept(torch.tensor([False, True, False, True, True, True, False, True]))
+        assert [(row.ids, row.loss_mask) for row in kept] == [
+            ((1, 2, 7, 8), (False, False, False, True)),
+            ((1, 2, 6, 9), (False, False, True, True)),
+            ((1, 2, 7, 8, 9), (False, False, True, False, True)),
+        ], "a row without any is left out"
+        assert [row.columns["weight"] for row in kept] == [(1 / 3,), (1.0, 4 / 3), (5 / 3, 7 / 3)]
+
+
+def test_a_turn_of_a_scripted_policy_has_no_segment():
+    scripted = Turn(Message("assistant", "y"), (), 1.0, "stop", 0, 0.1, 0.2, place=3)
+    sampled = Turn(Message("assistant", "x"), (), 0.0, "stop", 3, 0.1, 0.2, place=1)
+    assert own_segments(replace(episode("e", 1.0), turns=(scripted, sampled))) == {1: 1}
 
 
 class TestTurnLevel:
