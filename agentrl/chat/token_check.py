@@ -26,17 +26,17 @@ MODES: tuple[Mode, ...] = ("strict", "ignore_strippable", "disable")
 
 
 class TokenDrift(StrEnum):
-    """The kind of difference between a transcript and a fresh rendering."""
+    """The kind of difference between a transcript and a fresh rendering, the most serious last."""
 
     IDENTICAL = "identical"
     """No difference."""
-    BOUNDARY = "boundary_whitespace"
-    """White space between turns, outside what was sampled."""
     RETOKENISED = "retokenised"
     """The same text with different ids, in sampled tokens: expected, and the reason for keeping ids."""
     RESERIALISED = "reserialised"
     """The same message as different text, in sampled tokens: JSON spacing, a malformed call kept as text, a turn
     without the stop text that cut it."""
+    BOUNDARY = "boundary_whitespace"
+    """White space between turns, outside what was sampled."""
     HISTORY_REWRITE = "history_rewrite"
     """The template writes an earlier turn differently than when that turn was the newest."""
     CONTENT = "content"

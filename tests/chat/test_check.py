@@ -196,6 +196,42 @@ def test_a_mode_that_is_none_is_refused(appending: Renderer):
         check_tokens(conversation(appending, "a"), "loose")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("drift", "strict", "ignoring", "keeping"),
+    [
+        (TokenDrift.RETOKENISED, False, False, False),
+        (TokenDrift.RESERIALISED, False, False, False),
+        (TokenDrift.BOUNDARY, True, False, False),
+        (TokenDrift.HISTORY_REWRITE, True, True, False),
+        (TokenDrift.CONTENT, True, True, True),
+    ],
+)
+def test_each_mode_refuses_what_it_says(drift: TokenDrift, strict: bool, ignoring: bool, keeping: bool):
+    found = (TokenDifference(TokenDrift.RETOKENISED, 2, 1, "a", "b"), TokenDifference(drift, 2, 7, "a", "b"))
+    assert TokenReport("strict", found).failed == strict
+    assert TokenReport("strict", found, tolerates_rewrites=True).failed == strict
+    assert TokenReport("ignore_strippable", found).failed == ignoring
+    assert TokenReport("ignore_strippable", found, tolerates_rewrites=True).failed == keeping
+    assert not TokenReport("disable", found).failed
+    assert TokenReport("strict", found).worst == drift
+
+
+def test_a_run_that_stops_names_a_difference_that_fails():
+    kinds = (TokenDrift.RESERIALISED, TokenDrift.BOUNDARY, TokenDrift.RETOKENISED)
+    found = tuple(TokenDifference(drift, None, at, "a", "b") for at, drift in enumerate(kinds))
+    with pytest.raises(TemplateError, match=r"the last one, e: boundary_whitespace at token 1"):
+        TokenCheckBudget(stop_above=0.0, at_least=1).add(TokenReport("strict", found), "e")
+
+
+def test_a_rate_that_is_allowed_stops_nothing():
+    fine, bad = (
+        TokenReport("strict", found) for found in ((), (TokenDifference(TokenDrift.CONTENT, 2, 7, "a", "b"),))
+    )
+    watch = TokenCheckBudget(stop_above=0.25, at_least=4)
+    assert [watch.add(r, "e") for r in (fine, fine, fine, bad)] == [True, True, True, False]
+    assert watch.metrics()["identical"] == 0.75
+
+
 def test_a_watch_counts_masks_and_stops_above_its_rate():
     fine = TokenReport("strict")
     bad = TokenReport("strict", (TokenDifference(TokenDrift.CONTENT, 2, 7, "a", "b"),))
