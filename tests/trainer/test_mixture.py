@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from agentrl.algo.metrics import metric_values
+from agentrl.algo.metrics import mean_of, metric_values
 from agentrl.config.load import load_config
 from agentrl.config.run import AlgorithmConfig, RunConfig
 from agentrl.errors import ConfigError
@@ -223,6 +224,41 @@ def test_advantages_are_those_of_each_env_alone(name: str):
     assert Algorithm(scale).advantages(Algorithm(scale).rows(unnamed)).by_segment == {
         key: value for key, value in alone.items() if key.startswith("a/")
     }
+
+
+def test_an_env_has_the_advantages_of_its_own_estimator():
+    settings = [AlgorithmConfig.model_validate({"advantage": name}) for name in ("rloo", "dr_grpo")]
+    algorithm = Algorithm(settings[0], by_env={"b": settings[1].advantage})
+    rows = algorithm.rows([*of_env("b", group(3.0, 1.0)), *of_env("a", group(3.0, 1.0))])
+    found = {row.episode_id: row.advantages[-1] for row in algorithm.advantages(rows).samples}
+    assert found == {"b/e0": 1.0, "b/e1": -1.0, "a/e0": 2.0, "a/e1": -2.0}
+
+
+@pytest.mark.parametrize("where", ["reward", "loss"])
+def test_an_env_has_its_own_weight_of_the_penalty(where: str):
+    settings = AlgorithmConfig.model_validate({"advantage": "dr_grpo", "kl": {"where": where, "coef": 0.1}})
+    algorithm = Algorithm(settings, kl_by_env={"b": 0.3}, taught={"b"})
+    rows = algorithm.rows([*of_env("a", group(0.0, 0.0)), *of_env("b", group(0.0, 0.0))])
+    assert [set(row.columns["taught"]) for row in rows.samples] == [{0.0}, {0.0}, {1.0}, {1.0}]
+    assert [row.env for row in rows.samples] == ["a", "a", "b", "b"]
+    if where == "loss":
+        scales = [row.columns["kl_scale"] for row in rows.samples]
+        assert scales == [(1.0,) * 3] * 2 + [pytest.approx((3.0,) * 3)] * 2
+        return
+    assert not any("kl_scale" in row.columns for row in rows.samples)
+    samples = [  # the first episode of each is 1 above the reference at each of its three tokens
+        replace(row, columns={**row.columns, "ref_logprobs": tuple(p - first for p in row.logprobs[2:])})
+        for row, first in zip(rows.samples, (1.0, 0.0, 1.0, 0.0), strict=True)
+    ]
+    found = [row.advantages[-1] for row in algorithm.advantages(replace(rows, samples=samples)).samples]
+    assert found == pytest.approx([-0.15, 0.15, -0.45, 0.45])
+
+
+def test_what_was_measured_before_the_advantages_stays():
+    algorithm = Algorithm(AlgorithmConfig.model_validate({"advantage": "grpo"}))
+    rows = algorithm.rows([group(1.0, 0.0)])
+    rows = replace(rows, metrics={"hints/share": mean_of(torch.ones(2))})
+    assert metric_values(algorithm.advantages(rows).metrics)["hints/share"] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -323,7 +323,8 @@ def test_rows_of_several_envs_keep_their_order_and_their_advantages():
     mixed = Algorithm(algorithm("dr_grpo"))
     rows = mixed.rows([groups[1], groups[0]])
     found = mixed.advantages(rows).samples
-    assert [(s.env, s.ids) for s in found] == [(s.env, s.ids) for s in rows.samples]
+    assert [s.env for s in found] == ["b"] * 4 + ["a"] * 4
+    assert [s.ids for s in found] == [s.ids for s in rows.samples]
     assert [(s.episode_id, s.advantages[-1]) for s in found] == [
         *(("b1", -1.0), ("b1", -1.0), ("b3", 1.0), ("b3", 1.0)),
         *(("a1", -1.0), ("a1", -1.0), ("a3", 1.0), ("a3", 1.0)),
@@ -358,10 +359,30 @@ class TestFlat:
         assert [row.columns["weight"] for row in kept] == [(1 / 3,), (1.0, 4 / 3), (5 / 3, 7 / 3)]
 
 
+@pytest.mark.parametrize("coef", [0.0, 0.5])
+def test_rows_say_what_the_env_answered_if_it_has_a_loss(coef: float):
+    told = Segment((3, 4), "observation", 1, 2)
+    more = Segment((8,), "sampled", 2, 3, (-0.4,), (5,))
+    pair = Group(Task("t"), (episode("a", 1.0, segments=(PROMPT, ANSWER, told, more)), episode("b", 0.0)))
+    row, _ = Algorithm(AlgorithmConfig(observation_coef=coef)).rows([pair]).samples
+    assert row.observed == ((False,) * 5 + (True, True, False) if coef else ())
+
+
 def test_a_turn_of_a_scripted_policy_has_no_segment():
     scripted = Turn(Message("assistant", "y"), (), 1.0, "stop", 0, 0.1, 0.2, place=3)
     sampled = Turn(Message("assistant", "x"), (), 0.0, "stop", 3, 0.1, 0.2, place=1)
     assert own_segments(replace(episode("e", 1.0), turns=(scripted, sampled))) == {1: 1}
+
+
+@pytest.mark.parametrize("first", [1.0, -1.0])
+def test_what_a_turn_earns_or_costs_is_on_its_last_token(first: float):
+    told, end = Segment((3,), "observation", 1, 2), Segment((8, 9), "sampled", 2, 3, (-0.4, -0.5), (5, 5))
+    turns = tuple(
+        Turn(Message("assistant", text), (), reward, "stop", tokens, 0.1, 0.2, place=place)
+        for text, reward, tokens, place in (("x", first, 3, 1), ("y", -0.5, 2, 3))
+    )
+    (row,) = episode_samples(replace(episode("e", first + 1.5, segments=(PROMPT, ANSWER, told, end)), turns=turns))
+    assert row.columns["reward"] == (0.0, 0.0, first, 0.0, 1.5), "the last has the episode's rewards as well"
 
 
 class TestTurnLevel:
