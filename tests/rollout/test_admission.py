@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.algo.entries import Signal
 from agentrl.env.curriculum import TaskSampler
 from agentrl.env.mixture import MixedSampler
 from agentrl.errors import ConfigError
@@ -22,6 +24,11 @@ TASKS = [Task(f"t{i}") for i in range(1000)]
 
 def make(num: int = 3, last: int = 6, **more: int) -> Admission:
     return Admission(TaskSampler(TASKS), groups_per_step=num, last_step=last, **more)
+
+
+def make_with_parts(num: int, refill: int) -> Admission:
+    signals = {"": Signal("parts")}
+    return Admission(TaskSampler(TASKS), groups_per_step=num, last_step=6, refill=refill, signals=signals)
 
 
 def complete(ticket: Ticket, *rewards: float, solved: bool | None = None) -> None:
@@ -42,6 +49,22 @@ def played(batch: Batch | None) -> list[str]:
 
 
 class TestSynchronous:
+    def test_a_run_that_begins_later_names_its_groups_by_its_steps(self):
+        admission = make(num=2, last=5, first_step=4)
+        tickets = admission.admit(3)
+        assert names(tickets) == ["s4/g0", "s4/g1"]
+        assert [t.place.order for t in tickets] == [6, 7]
+
+    def test_the_signal_of_an_env_is_what_differs_in_its_groups(self):
+        admission = make_with_parts(num=1, refill=1)
+        (ticket,) = admission.admit(0)
+        complete(ticket, 1.0, 1.0)  # the sums are equal, the parts are not
+        assert ticket.group is not None
+        parts = ({"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0})
+        episodes = tuple(replace(e, rewards=part) for e, part in zip(ticket.group.episodes, parts, strict=True))
+        ticket.group = replace(ticket.group, episodes=episodes)
+        assert played(admission.form()) == ["t0"]
+
     def test_a_step_plays_its_groups_and_waits_for_all_of_them(self):
         admission = make()
         first = admission.admit(0)
@@ -240,6 +263,7 @@ def test_a_run_resumed_with_fewer_tasks_plays_others_in_place_of_those_that_are_
     tickets = again.admit(1)[:3]
     assert names(tickets) == ["s2/g0", "s2/g1", "s2/g2"]
     assert [t.task.id for t in tickets] == ["t3", "t2", "t3"], "the fifth and the sixth are gone"
+    assert [again.sampler.task(t.place.position).id for t in tickets] == ["t3", "t2", "t3"], "also the next time"
 
 
 @pytest.mark.parametrize("max_staleness", [1, 3])
