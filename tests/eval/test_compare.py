@@ -11,7 +11,7 @@ import pytest
 from agentrl.errors import ConfigError
 from agentrl.eval.compare import Comparison, compare
 from agentrl.eval.result import EvalSpec, Prices, estimates_of, result_of
-from agentrl.eval.stats import paired
+from agentrl.eval.stats import estimate, paired
 from agentrl.run_folder.files import write_atomic
 from agentrl.run_folder.records import EpisodeRecord, compress, episodes_file
 from agentrl.types import Episode, Message, Segment, StopReason, Task, Turn
@@ -101,7 +101,20 @@ def test_pass_at_k_is_estimated_for_the_attempts_that_every_task_has():
     found = estimates_of(records(tasks))
     assert [name for name in found if "pass" in name] == ["pass@2", "pass^2"]
     assert (found["pass@2"].mean, found["pass^2"].mean) == (pytest.approx((2 / 3 + 1) / 2), pytest.approx(1 / 2))
-    assert found["pass@2"].high <= 1.0
+    wanted = estimate([2 / 3, 1.0], shares=True)
+    assert (found["pass@2"].low, found["pass@2"].high) == pytest.approx((wanted.low, wanted.high))
+
+
+def test_a_task_that_is_there_twice_counts_twice_and_a_reward_that_is_not_given_is_0():
+    task = Task("t", {"word": "x"})
+    given = [{"style": 1.0}, {"style": 0.5}, {}]
+    played = [
+        EpisodeRecord(1, group, episode(f"g{group}/e0", task, float(group), rewards=part))
+        for group, part in enumerate(given)
+    ]
+    found = estimates_of(played)
+    assert found["reward/style"] == estimate([1.0, 0.5, 0.0])
+    assert found["reward"] == estimate([0.0, 1.0, 2.0]), "three tasks, not one of three attempts"
 
 
 def test_a_result_counts_what_was_read_and_costs_what_was_not_cached(tmp_path: Path):
@@ -132,4 +145,4 @@ def test_a_result_counts_what_was_read_and_costs_what_was_not_cached(tmp_path: P
     assert (found.prompt_tokens, found.cached_tokens, found.sampled_tokens) == (5 + 10 + 5, 6, 8)
     assert found.cost == pytest.approx((20 - 6) * 1 + 8 * 10), "what was cached is free"
     assert found.turn_seconds == pytest.approx((2.0, 2.8, 2.98))
-    assert found.metrics()["limits"] == 1.0
+    assert (found.metrics()["limits"], found.metrics()["solved"]) == (1.0, 0.5)

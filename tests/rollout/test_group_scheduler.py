@@ -80,7 +80,7 @@ class Versioned(ScriptedEngine):
 
 def make(renderer: Renderer, stage: Stage, stall: Stall | None = None, **more: Any) -> tuple[Scheduler, Versioned]:
     engine = Versioned(renderer, [say("yes")])
-    player = Player(engine, renderer, stage.make, EpisodeLimits(timeout_s=30), Sampling())
+    player = Player(engine, renderer, stage.make, EpisodeLimits(timeout_s=3600), Sampling())
     admission = Admission(TaskSampler(TASKS), groups_per_step=2, last_step=4, **more)
     groups = GroupPlayer(player, group_size=2, seed=0, infra_retries=1)
     return Scheduler(groups, admission, version=lambda: engine.policy_version, stall=stall), engine
@@ -101,6 +101,16 @@ async def test_synchronous_means_nothing_in_flight_during_an_update(renderer: Re
             await engine.update_weights({}, version=batch.step)
             seen += [(batch.step, [g.task.id for g in batch.groups], [versions(g) for g in batch.groups])]
     assert seen == [(n + 1, [f"t{2 * n}", f"t{2 * n + 1}"], [{n}, {n}]) for n in range(4)]
+
+
+async def test_episodes_are_named_by_their_step_and_their_place_in_it(renderer: Renderer):
+    scheduler, engine = make(renderer, Stage())
+    seen = []
+    async with scheduler:
+        async for batch in scheduler.batches():
+            await engine.update_weights({}, version=batch.step)
+            seen += [e.id for g in batch.groups for e in g.episodes]
+    assert seen == [f"s{step}/g{g}/e{e}" for step in (1, 2, 3, 4) for g in (0, 1) for e in (0, 1)]
 
 
 async def test_one_step_ahead_episodes_are_played_during_the_update(renderer: Renderer):
