@@ -190,6 +190,16 @@ def test_bypass_takes_the_samplers_logprobs_as_the_old_ones(small_dir: Path):
     assert bypass["drift/mean_abs"] == pytest.approx(recomputed["drift/mean_abs"])
 
 
+def test_the_penalty_has_the_weight_that_was_adapted(small_dir: Path, other_dir: Path):
+    kl = {"coef": 0.05, "control": "adaptive", "target": 1e-3, "horizon": 100.0}
+    adapted, fixed = make(small_dir, other_dir, kl=kl), make(small_dir, other_dir, kl={"coef": 0.2})
+    adapted.steps.load_state_dict({"kl": {"coef": 0.2}})
+    samples = make_batch(3)
+    (gradient,), _ = gradients_of(adapted, samples)
+    (wanted,), _ = gradients_of(fixed, samples)
+    assert relative(gradient, wanted) < 1e-6
+
+
 def test_the_weight_of_the_penalty_follows_the_kl_and_survives_a_checkpoint(
     small_dir: Path, other_dir: Path, tmp_path: Path
 ):
