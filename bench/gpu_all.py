@@ -138,14 +138,15 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
         process.join()
     lines = log.read_text(errors="replace").splitlines()
     found = [parsed for line in lines if (parsed := _parsed(line))]
-    skipped = next((line[key] for key in ("failed", "skipped") for line in found if key in line), None)
+    failed, skipped = (next((line[key] for line in found if key in line), None) for key in ("failed", "skipped"))
+    last = next((line for line in reversed(lines) if line.strip()), None)
     result = {
         "part": name,
         "ended": ended,
         "seconds": round(time.monotonic() - started, 1),
         "figure": part.figure(found),
         "unit": part.unit,
-        "why": skipped if ended == "ok" else next((line for line in reversed(lines) if line.strip()), None),
+        "why": failed or (skipped if ended == "ok" else last),
         "found": found,
     }
     file.write_text(json.dumps(result, indent=1) + "\n")

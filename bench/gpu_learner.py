@@ -8,7 +8,7 @@ Random weights in the shapes of Qwen3, made on the device. A step is one update 
 runs it: bfloat16 with float32 parameters and AdamW, activations checkpointed, PPO's clipped loss, no reference.
 Its rows are of one length and share nothing, so that every token that is counted is computed; all but the prompt
 train. One step warms up, the median of the others counts. What does not fit into the device's memory is computed
-in micro-batches of one row; if that does not fit either, it says so.
+in micro-batches of one row; if that does not fit either, or fails otherwise, its cell says so.
 
 Model FLOPs of a step, where a multiplication with an addition is 2, and recomputing is not counted:
 
@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # it is missing with `python
 from bench.shared.names import names_of
 from bench.shared.qwen3_shapes import SHAPES
 from bench.shared.random_policy import LORA, open_learner, write_config
-from bench.shared.verdict import finish, no_gpu
+from bench.shared.verdict import finish, in_a_line, no_gpu
 
 OUT = Path(__file__).parent / "results" / "gpu_learner.json"
 GOAL = 0.5
@@ -146,6 +146,8 @@ def fitting(shape: str, length: int, train: str, args: argparse.Namespace) -> di
             pass
         except ConfigError as e:  # a package is missing
             return {**what, "skipped": str(e)}
+        except Exception as e:  # a kernel that does not compile here, say; other cells are measured
+            return {**what, "failed": in_a_line(e)}
         free(args)
     return {**what, "fits": False}
 
@@ -207,7 +209,7 @@ def main() -> int:
     if not args.quick and not args.smoke:
         args.out.write_text(json.dumps({**line, "torch": torch.__version__, "cells": found}, indent=1) + "\n")
     finish(line, timed=True)
-    return 0
+    return 1 if any("failed" in cell for cell in found) else 0
 
 
 def _rank(cell: dict[str, Any], found: Sequence[dict[str, Any]]) -> tuple[bool, bool, float]:

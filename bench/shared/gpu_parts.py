@@ -43,11 +43,12 @@ from agentrl.engine.servers.inside.agentrl_weight_delta import changed
 from agentrl.engine.servers.weight_sync import TensorSync
 from agentrl.errors import ConfigError, EngineError
 from agentrl.learner.split import StepRows
-from agentrl.types import Sample, Sampling
+from agentrl.types import Completion, Sample, Sampling
 from bench.delta import Stepper
 from bench.gpu_rollout import make_model, synchronize
 from bench.shared.qwen3_shapes import SHAPES
 from bench.shared.random_policy import open_learner, write_config
+from bench.shared.verdict import in_a_line
 from bench.tree import WAYS, Episodes, forked_rows, packed_by
 
 BUCKET = 1 << 29
@@ -127,15 +128,32 @@ async def _gap(
 
     sampling, options = Sampling(max_tokens=1500), GenerateOptions(on_token=note)
     running = [asyncio.create_task(engine.generate_streaming(ids, sampling, options)) for ids in prompts]
-    await started.wait()
-    began = time.perf_counter()
-    await update()
-    await answered.wait()
-    seconds = time.perf_counter() - began
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
-    return seconds
+    try:
+        await _set_before_end(started, running)
+        began = time.perf_counter()
+        await update()
+        await _set_before_end(answered, running)
+        return time.perf_counter() - began
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _set_before_end(event: asyncio.Event, running: Sequence[asyncio.Task[Completion]]) -> None:
+    """Wait for the event as long as all sequences decode.
+
+    Raises:
+        EngineError: one failed, or ended before.
+    """
+    waiting = asyncio.create_task(event.wait())
+    await asyncio.wait([waiting, *running], return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if not event.is_set():
+        for task in running:
+            if task.done():
+                task.result()
+        raise EngineError("the sequences ended before the update")
 
 
 class Receiver:
@@ -213,7 +231,7 @@ def trees(device: torch.device) -> Iterator[Line]:
             except ValidationError as e:
                 yield found | {"skipped": e.errors()[0]["msg"]}
             except Exception as e:  # a kernel that does not compile here; the others are measured
-                yield found | {"failed": f"{type(e).__name__}: {str(e).partition(chr(10))[0][:300]}"}
+                yield found | {"failed": in_a_line(e)}
             _free(device)
 
 
@@ -244,12 +262,12 @@ def _update(shape: str, kind: str, way: str, rows: Sequence[Sample], device: tor
 
 def drift(device: torch.device) -> Iterator[Line]:
     for shape in ("0.6B", "1.7B") if device.type == "cuda" else ("smoke",):
-        for line in asyncio.run(_drifts(shape, device)):
+        for line in _one_by_one(_drifts(shape, device)):
             yield {"shape": shape, **line}
         _free(device)
 
 
-async def _drifts(shape: str, device: torch.device) -> list[Line]:
+async def _drifts(shape: str, device: torch.device) -> AsyncIterator[Line]:
     gpu = device.type == "cuda"
     number, prompt, tokens = (64, 256, 512) if gpu else (4, 8, 16)
     with tempfile.TemporaryDirectory() as folder:
@@ -263,16 +281,15 @@ async def _drifts(shape: str, device: torch.device) -> list[Line]:
     try:
         await engine.update_weights(await learner.weights(), 1)
         rows = await _sampled(engine, prompts, tokens)
-        found = [{"when": "before", **_difference(rows, await learner.probe(rows))}]
+        yield {"when": "before", **_difference(rows, await learner.probe(rows))}
         await learner.step(StepRows(rows))
-        found.append({"when": "across", **_difference(rows, await learner.probe(rows))})
+        yield {"when": "across", **_difference(rows, await learner.probe(rows))}
         await engine.update_weights(await learner.weights(), 2)
         rows = await _sampled(engine, prompts, tokens)
-        found.append({"when": "after", **_difference(rows, await learner.probe(rows))})
+        yield {"when": "after", **_difference(rows, await learner.probe(rows))}
     finally:
         await engine.close()
         await learner.close()
-    return found
 
 
 async def _sampled(engine: LocalEngine, prompts: Sequence[list[int]], tokens: int) -> list[Sample]:

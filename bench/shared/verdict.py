@@ -74,6 +74,11 @@ def no_gpu(bench: str, *, unit: str, goal: Any) -> int:
     return 2
 
 
+def in_a_line(error: Exception) -> str:
+    """What failed, for a cell of a table: the kind of the error and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+
+
 def _machine() -> tuple[float, float]:
     """CPU seconds that all processes used so far, and that the host stole."""
     try:

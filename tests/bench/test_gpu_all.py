@@ -9,10 +9,14 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 import torch
 
+from agentrl.engine.local.local_engine import LocalEngine
+from agentrl.errors import EngineError
 from bench import gpu_all
 from bench.shared import gpu_parts
 
@@ -60,6 +64,9 @@ def test_a_part_that_runs_too_long_or_fails_keeps_what_it_printed(
     assert result["ended"] == "stopped after 3 s"
     assert (result["found"], result["figure"]) == ([{"ratio": 2.0}], 2.0)
     assert json.loads((tmp_path / "grpo.json").read_text()) == result
+    hangs.write_text("import json, sys; print(json.dumps({'failed': 'no kernel'})); print('{}'); sys.exit(1)")
+    cell = gpu_all.run("grpo", options)
+    assert (cell["ended"], cell["why"]) == ("exit code 1", "no kernel")
     monkeypatch.setitem(gpu_all.PARTS, "grpo", replace(part, command=(str(fails),)))
     failed = gpu_all.run("grpo", options)
     assert (failed["ended"], failed["why"]) == ("exit code 1", "OSError: no disk")
@@ -86,6 +93,37 @@ def test_updates_are_reported_as_they_are_measured(monkeypatch: pytest.MonkeyPat
     assert next(lines) == {"shape": "smoke", "train": "full", "update": 1}
     assert next(lines) == {"shape": "smoke", "train": "full", "skipped": "out of memory"}
     assert next(lines)["train"] == "lora"
+
+
+@pytest.mark.parametrize("failure", [None, "out of memory"])
+async def test_sequences_that_end_before_an_update_are_not_waited_for(failure: str | None) -> None:
+    class Ends:
+        async def generate_streaming(self, *_: object) -> None:
+            if failure:
+                raise EngineError(failure)
+
+    async def update() -> None:
+        raise AssertionError("there is nothing to update")
+
+    with pytest.raises(EngineError, match=failure or "ended before the update"):
+        await gpu_parts._gap(cast(LocalEngine, Ends()), [[1], [2]], update, 2)
+
+
+def test_a_drift_that_was_measured_before_an_error_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rank:
+        policy = cast(Any, MagicMock())
+
+    learner, engine = AsyncMock(), AsyncMock()
+    learner.step.side_effect = torch.OutOfMemoryError("out of memory")
+    monkeypatch.setattr(gpu_parts, "open_learner", lambda *_, **__: (Rank(), learner))
+    monkeypatch.setattr(gpu_parts, "LocalEngine", lambda *_, **__: engine)
+    monkeypatch.setattr(gpu_parts, "_sampled", AsyncMock(return_value=[]))
+    monkeypatch.setattr(gpu_parts, "_difference", lambda *_: {"mean_abs": 0.5})
+    lines = gpu_parts.drift(torch.device("cpu"))
+    assert next(lines) == {"shape": "smoke", "when": "before", "mean_abs": 0.5}
+    with pytest.raises(torch.OutOfMemoryError):
+        next(lines)
+    engine.close.assert_awaited_once()
 
 
 def test_an_attention_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

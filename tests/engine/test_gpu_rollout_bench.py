@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from bench import gpu_rollout
 
@@ -25,3 +26,18 @@ def test_the_smoke_run_measures_every_cell_and_ends_with_one_line_of_json(
     assert line["bench"] == "gpu_rollout"
     assert line["device"] == "cpu"
     assert line["ours"] == min(cell["share"] for cell in cells)
+
+
+def test_a_cell_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def measured(shape: str, sequences: int, *_: object) -> dict[str, object]:
+        if sequences == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"share": 0.5, "cuda_graphs": False}
+
+    monkeypatch.setattr("sys.argv", ["gpu_rollout.py", "--smoke"])
+    monkeypatch.setattr(gpu_rollout, "measured", measured)
+    assert gpu_rollout.main() == 1
+    out, err = capsys.readouterr()
+    first, second = (json.loads(line) for line in err.splitlines() if line.startswith("{"))
+    assert first["failed"] == "OutOfMemoryError: CUDA out of memory"
+    assert second["share"] == json.loads(out.splitlines()[-1])["ours"] == 0.5

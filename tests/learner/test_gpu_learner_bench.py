@@ -96,6 +96,20 @@ def test_what_does_not_fit_is_computed_row_by_row(bench, monkeypatch, capsys):
     assert lora == {"shape": "smoke", "length": 64, "train": "lora", "fits": False}
 
 
+def test_a_cell_that_fails_leaves_the_others(bench, monkeypatch, capsys):
+    def opened(folder: Path, *, lora: bool, **options: object) -> tuple[object, object]:
+        if not lora:
+            raise RuntimeError("no kernel image\nfor this device")
+        return open_learner(folder, lora=lora, **options)
+
+    open_learner = bench.open_learner
+    monkeypatch.setattr(bench, "open_learner", opened)
+    assert run(bench, monkeypatch, "--smoke") == 1
+    full, lora = (json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{"))
+    assert full == {"shape": "smoke", "length": 64, "train": "full", "failed": "RuntimeError: no kernel image"}
+    assert lora["tokens_per_s"] > 0
+
+
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
