@@ -382,6 +382,9 @@ def agrees_with_transformers(folder: Path) -> None:
     ours = Renderer.from_directory(folder)
     for conversation in shapes(3):
         data = [as_dict(m) for m in conversation.messages]
+        if not hasattr(transformers.utils.chat_template_utils, "_REASONING_FIELDS"):
+            # Before it filled in gpt-oss's name for it.
+            data = [{"thinking": m["reasoning_content"], **m} if "reasoning_content" in m else m for m in data]
         tools = [dict(t) for t in conversation.tools] or None
         for end in range(1, len(data) + 1):
             prompt = data[end - 1]["role"] in ("user", "tool")
