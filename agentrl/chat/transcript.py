@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from agentrl.chat.ids import GrowingIds, Ids
 from agentrl.chat.routes import routed, routes_of
+from agentrl.chat.tree_size import Alike, TreeSize
 from agentrl.types import Completion, Message, Origin, Routes, Segment
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Transcript:
         self.renderer, self.tools = renderer, tuple(tools)
         self.history: History = history or renderer.history
         self._segments: list[Segment] = []  # shared by all branches, like the messages
+        self._tree_size = TreeSize(self._segments)
         self._messages: list[Message] = []
         self._cut: set[int] = set()  # messages that say less than their completions
         self._answers: set[int] = set()  # messages that answer the policy
@@ -86,19 +87,7 @@ class Transcript:
     def spent(self) -> int:
         """Tokens of this branch and of all branches of the episode that have a completion; where branches begin
         alike, they count once."""
-        path = path_of(self._segments, self._node)
-        if len(path) == len(self._segments):  # a single branch, of maybe many turns
-            return len(self._ids)
-        counted = set(path)
-        for i in range(len(self._segments) - 1, -1, -1):  # parents come before their children
-            if self._segments[i].origin == "sampled" or i in counted:
-                counted |= {i, self._segments[i].parent}
-        first = _first_alike(self._segments)
-        after: dict[int, list[tuple[int, ...]]] = {}  # what continues each context
-        for i in {first[i] for i in counted if i >= 0}:
-            parent = self._segments[i].parent
-            after.setdefault(first[parent] if parent >= 0 else -1, []).append(self._segments[i].ids)
-        return sum(_size(sorted(alternatives)) for alternatives in after.values())
+        return self._tree_size.with_branch(self._node)
 
     @property
     def context(self) -> tuple[Message, ...]:
@@ -244,6 +233,7 @@ class Transcript:
         tools = self.tools if tools is None else tools
         other = Transcript(renderer or self.renderer, tools, history=self.history)
         other._segments, other._messages = self._segments, self._messages
+        other._tree_size = self._tree_size
         other._cut, other._answers = self._cut, self._answers
         if keep is None:
             other._move(self._node, list(self._context))
@@ -261,6 +251,7 @@ class Transcript:
         """Return an independent copy: what is added to it is not part of the episode."""
         other = self.fork()
         other._segments, other._messages = list(self._segments), list(self._messages)
+        other._tree_size = self._tree_size.apart(other._segments)
         other._cut, other._answers = set(self._cut), set(self._answers)
         return other
 
@@ -352,7 +343,8 @@ def rows_of(segments: Sequence[Segment]) -> list[TrainingRow]:
     tokens produces no row, and a row ends with its last trained token.
     """
     inner = {segment.parent for segment in segments}
-    first = _first_alike(segments)
+    alike = Alike()
+    first = [alike.add(segment) for segment in segments]
     trained: set[int] = set()
     observed: set[int] = set()
     rows = []
@@ -368,25 +360,6 @@ def rows_of(segments: Sequence[Segment]) -> list[TrainingRow]:
             trained.update(new)
             observed.update(first[i] for i in answers)
     return rows
-
-
-def _first_alike(segments: Sequence[Segment]) -> list[int]:
-    """For each segment the first one with the same ids in the same context."""
-    seen: dict[tuple[int, tuple[int, ...]], int] = {}
-    first: list[int] = []
-    for i, segment in enumerate(segments):
-        context = first[segment.parent] if segment.parent >= 0 else -1
-        first.append(seen.setdefault((context, segment.ids), i))
-    return first
-
-
-def _size(alternatives: Sequence[tuple[int, ...]]) -> int:
-    """Tokens of sequences in lexicographic order; where they begin alike, they count once."""
-    alike = 0
-    for one, other in pairwise(alternatives):
-        same = min(len(one), len(other))
-        alike += next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), same)
-    return sum(map(len, alternatives)) - alike
 
 
 def path_of(segments: Sequence[Segment], node: int) -> list[int]:
