@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from agentrl.chat.branch_tokens import Alike, BranchTokens
 from agentrl.chat.ids import GrowingIds, Ids
 from agentrl.chat.routes import routed, routes_of
-from agentrl.chat.tree_size import Alike, TreeSize
 from agentrl.types import Completion, Message, Origin, Routes, Segment
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Transcript:
         self.renderer, self.tools = renderer, tuple(tools)
         self.history: History = history or renderer.history
         self._segments: list[Segment] = []  # shared by all branches, like the messages
-        self._tree_size = TreeSize(self._segments)
+        self._branch_tokens = BranchTokens(self._segments)
         self._messages: list[Message] = []
         self._cut: set[int] = set()  # messages that say less than their completions
         self._answers: set[int] = set()  # messages that answer the policy
@@ -87,7 +87,7 @@ class Transcript:
     def spent(self) -> int:
         """Tokens of this branch and of all branches of the episode that have a completion; where branches begin
         alike, they count once."""
-        return self._tree_size.with_branch(self._node)
+        return self._branch_tokens.with_branch(self._node)
 
     @property
     def context(self) -> tuple[Message, ...]:
@@ -233,7 +233,7 @@ class Transcript:
         tools = self.tools if tools is None else tools
         other = Transcript(renderer or self.renderer, tools, history=self.history)
         other._segments, other._messages = self._segments, self._messages
-        other._tree_size = self._tree_size
+        other._branch_tokens = self._branch_tokens
         other._cut, other._answers = self._cut, self._answers
         if keep is None:
             other._move(self._node, list(self._context))
@@ -251,7 +251,7 @@ class Transcript:
         """Return an independent copy: what is added to it is not part of the episode."""
         other = self.fork()
         other._segments, other._messages = list(self._segments), list(self._messages)
-        other._tree_size = self._tree_size.apart(other._segments)
+        other._branch_tokens = self._branch_tokens.apart(other._segments)
         other._cut, other._answers = set(self._cut), set(self._answers)
         return other
 

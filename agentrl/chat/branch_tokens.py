@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 Tokens = tuple[int, ...]
 
 
-class TreeSize:
+class BranchTokens:
     """Counts the tokens of all branches that have a completion; where branches begin alike, they count once.
 
     An episode asks for its size before every turn, so each segment is looked at once, however often that is.
@@ -36,9 +36,9 @@ class TreeSize:
                 self._count(i)
         return self._size + sum(self._added(i) for i in self._uncounted(node))
 
-    def apart(self, segments: Sequence[Segment]) -> TreeSize:
+    def apart(self, segments: Sequence[Segment]) -> BranchTokens:
         """An independent copy for a copy of the segments."""
-        other = TreeSize(segments)
+        other = BranchTokens(segments)
         other._alike = self._alike.copy()
         other._counted, other._size = set(self._counted), self._size
         other._after = {context: list(alternatives) for context, alternatives in self._after.items()}

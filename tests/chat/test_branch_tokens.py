@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.chat.branch_tokens import BranchTokens
 from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import Transcript
-from agentrl.chat.tree_size import TreeSize
 from agentrl.learner.prefix_tree import tree_size
 from agentrl.models.tiny import make_tokenizer
 from agentrl.types import Completion, Message, Origin, Segment
@@ -49,7 +49,7 @@ def from_scratch(segments: list[Segment], node: int) -> int:
 @pytest.mark.parametrize("seed", range(30))
 def test_a_growing_tree_has_the_size_of_a_count_from_scratch(seed: int):
     rng, segments = random.Random(seed), list[Segment]()
-    size, others = TreeSize(segments), list[tuple[TreeSize, list[Segment]]]()
+    size, others = BranchTokens(segments), list[tuple[BranchTokens, list[Segment]]]()
     for number in range(40):
         ids = tuple(rng.choices((1, 2), k=rng.randrange(5)))
         origin: Origin = rng.choice(("sampled", "prompt", "observation"))
@@ -69,7 +69,7 @@ def test_a_growing_tree_has_the_size_of_a_count_from_scratch(seed: int):
 def test_branches_of_one_context_have_the_size_of_their_prefix_tree():
     rows = [(1, 2, 3), (1, 2, 4, 5), (1,), (2, 2), (1, 2, 3)]
     segments = [segment(ids, "sampled", -1) for ids in rows]
-    assert TreeSize(segments).with_branch(-1) == tree_size(rows) == 7
+    assert BranchTokens(segments).with_branch(-1) == tree_size(rows) == 7
 
 
 def test_asking_again_does_not_read_the_tokens_again(tmp_path: Path):
