@@ -40,7 +40,8 @@ from agentrl.types import Group, Sample
 class Rollouts:
     """Groups of episodes as they end: `async for group in rollouts(...)`, or `for group in rollouts(...)`.
 
-    Each iteration plays the same episodes again: the same seeds, tasks and model.
+    While a group is used, about `rollout.groups_per_step` further groups wait, and as many are played. Each
+    iteration plays the same episodes again: the same seeds, tasks and model.
     """
 
     config: RunConfig
@@ -128,7 +129,7 @@ async def _play(asked: Rollouts) -> AsyncIterator[Group]:
         rollout = asked.config.rollout
         penalty = rollout.overlong_penalty if rollout.overlong == "penalise" else 0.0
         at_once = max(rollout.groups_per_step, 1)
-        queue: asyncio.Queue[Group] = asyncio.Queue()
+        queue: asyncio.Queue[Group] = asyncio.Queue(at_once)  # groups wait for a slow reader, rather than pile up
         waiting = iter(range(asked.num_groups))
 
         async def work() -> None:
@@ -137,7 +138,7 @@ async def _play(asked: Rollouts) -> AsyncIterator[Group]:
                 group = await groups.play(task, asked.split, number)
                 if source.rated:
                     source.report(position, group)
-                queue.put_nowait(penalized([group], penalty)[0] if penalty else group)
+                await queue.put(penalized([group], penalty)[0] if penalty else group)
 
         async def everything() -> None:
             try:

@@ -505,6 +505,36 @@ def test_an_iteration_that_is_canceled_leaves_no_task():
     assert asyncio.run(canceled()) == set()
 
 
+@pytest.mark.timeout(120)
+def test_rollouts_do_not_play_far_ahead_of_a_slow_reader():
+    played, too_many = list[int](), threading.Event()
+
+    class Counted(TextEnv):
+        """Say something."""
+
+        @classmethod
+        def tasks(cls, split: str, seed: int) -> list[Task]:
+            return [Task(f"{split}-{n}", {"number": n}) for n in range(40)]
+
+        def setup(self, number: int) -> str:
+            played.append(number)
+            if len(set(played)) > 10:
+                too_many.set()
+            return "Say something."
+
+        def reply(self, text: str) -> None:
+            return None
+
+        @reward
+        def nothing(self) -> float:
+            return 0.0
+
+    for number, _ in enumerate(agentrl.rollouts(SMALL | {"env": Counted, "data": {}}, 40)):
+        if number == 0:
+            assert not too_many.wait(2), "groups wait in memory until they are read"
+    assert (number + 1, len(set(played))) == (40, 40)
+
+
 @pytest.mark.timeout(60)
 def test_rollouts_side_by_side_leave_each_other_their_sandboxes():
     first_ended = asyncio.Event()
