@@ -6,6 +6,8 @@ from bisect import bisect, insort
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from agentrl.chat.ids import num_shared
+
 if TYPE_CHECKING:
     from agentrl.types import Segment
 
@@ -63,7 +65,7 @@ class BranchTokens:
         ids, others = self._segments[i].ids, self._after.get(self._context(i), [])
         place = bisect(others, ids)
         neighbors = others[max(place - 1, 0) : place + 1]
-        return len(ids) - max((_num_alike(ids, other) for other in neighbors), default=0)
+        return len(ids) - max((num_shared(ids, other) for other in neighbors), default=0)
 
     def _context(self, i: int) -> int:
         parent = self._segments[i].parent
@@ -92,11 +94,3 @@ class Alike:
         other = Alike()
         other.first, other._seen = list(self.first), dict(self._seen)
         return other
-
-
-def _num_alike(one: Tokens, other: Tokens) -> int:
-    """Tokens with which both begin."""
-    same = min(len(one), len(other))
-    if one[:same] == other[:same]:
-        return same
-    return next(n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)

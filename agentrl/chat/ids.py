@@ -11,6 +11,14 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int64]
 
 
+def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """The number of tokens with which both sequences begin."""
+    same = min(len(one), len(other))
+    if one[:same] == other[:same]:
+        return same
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), same)
+
+
 class Ids(Sequence[int]):
     """A prefix of a `GrowingIds`: immutable, equal to a tuple of the same ids, with slices that are tuples.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
+from agentrl.chat.ids import num_shared
 from agentrl.chat.template import same_meaning
 from agentrl.chat.transcript import Transcript
 from agentrl.errors import TemplateError
@@ -258,8 +259,8 @@ class _Judge:
 
     def classify(self, runs: Sequence[_Run], fresh: tuple[int, ...]) -> TokenDifference:
         ledger = tuple(id for run in runs for id in run.ids)
-        same = _common(ledger, fresh)
-        end = _common(ledger[same:][::-1], fresh[same:][::-1])
+        same = num_shared(ledger, fresh)
+        end = num_shared(ledger[same:][::-1], fresh[same:][::-1])
         before = self._text(ledger[same : len(ledger) - end])
         after = self._text(fresh[same : len(fresh) - end])
         start = runs[0].start if runs else 0
@@ -359,11 +360,3 @@ def agrees(transcript: Transcript) -> bool:
     except TemplateError:
         return False
     return whole or tuple(again.ids) == tuple(transcript.ids)
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
-    for n, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return n
-    return min(len(a), len(b))

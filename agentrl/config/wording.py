@@ -249,7 +249,8 @@ def _itself(field: Any, value: object) -> str:
     code = None if named is None else next(iter(facts(named, NamesCode)), None)
     if code is None or value is None or isinstance(value, bool | int | float | str | list | dict):
         return ""
-    return f"; pass the {code.kind} itself, or its name as `module:{code.kind.replace('class', 'Class')}`"
+    name = "Class" if code.kind == "class" else "function"
+    return f"; pass the {code.kind} itself, or its name as `module:{name}`"
 
 
 def _not_of_kind(annotation: object, value: object, short: str = "") -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 
 from agentrl.algo.metrics import Metric, Metrics
+from agentrl.chat.ids import num_shared
 from agentrl.chat.template import Renderer
 from agentrl.chat.transcript import path_of
 from agentrl.config.run import RunConfig
@@ -102,8 +102,8 @@ class Hints:
             plain, taught = (self._ids(messages, episode) for messages in (opening, with_hint(opening, text)))
         except TemplateError:  # it takes the opening, and not with the hint
             return None
-        rest = plain[_common(plain, taught) :]  # a hint may say again what the opening ends with
-        same = _common(rest[::-1], taught[::-1])
+        rest = plain[num_shared(plain, taught) :]  # a hint may say again what the opening ends with
+        same = num_shared(rest[::-1], taught[::-1])
         cut = len(plain) - same
         hinted = HintedOpening(cut, taught[: len(taught) - same])
         found = [self._opened(row, plain[:cut], hinted) for row in rows]
@@ -116,7 +116,7 @@ class Hints:
 
         Where a summary follows the question, a token may have the end of the one and the beginning of the other.
         """
-        at = _common(row.ids, opening)
+        at = num_shared(row.ids, opening)
         end = self.renderer.decode(opening[at:])
         text, stop = "", at
         while len(text) < len(end) and end.startswith(text) and stop < len(row.ids):
@@ -209,11 +209,6 @@ def with_hint(opening: Sequence[Message], text: str) -> list[Message]:
     content = opening[place].content
     longer = f"{content}\n\n{text}" if isinstance(content, str) else (*content, f"\n\n{text}")
     return [*opening[:place], replace(opening[place], content=longer), *opening[place + 1 :]]
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences have in common at their beginnings."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _solved_by(episode: Episode, group: Group) -> Episode | None:
