@@ -23,7 +23,8 @@ from agentrl.engine.local.constrained import sample_constrained, tell
 from agentrl.engine.local.decode import Capture, Forward, ReplayedDecode
 from agentrl.engine.local.drafts import CONTEXT, MOST, Drafts
 from agentrl.engine.local.forward_rows import ForwardRows
-from agentrl.engine.local.slots import BatchRequest, IntArray, SlotTable, Twins
+from agentrl.engine.local.sampler import IntArray
+from agentrl.engine.local.slots import BatchRequest, SlotTable, Twins
 from agentrl.errors import EngineError
 from agentrl.types import Completion
 

@@ -18,15 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrl.engine.local.attention import AttentionPlan
 from agentrl.engine.local.cache import KVCache, attend_rows, bias_of
+from agentrl.engine.local.sampler import IntArray
 
-IntArray = NDArray[np.int64]
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Records what a function does, and returns a function that repeats it: same addresses, no Python."""
 

@@ -16,7 +16,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-IntArray = NDArray[np.int64]
+from agentrl.engine.local.sampler import IntArray
 
 CONTEXT = 3
 """Number of tokens that predict the next one."""

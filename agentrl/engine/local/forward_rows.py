@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from agentrl.engine.local.cache import CacheSpan, Copies
-from agentrl.engine.local.slots import IntArray, SlotTable, Twins
+from agentrl.engine.local.sampler import IntArray
+from agentrl.engine.local.slots import SlotTable, Twins
 
 
 class ForwardRows:

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from agentrl.engine.local.batching import BatchLimits
 from agentrl.engine.local.constrained import sample_constrained, tell
 from agentrl.engine.local.flat_model import LOGITS_AT_ONCE, WHERE, EngineModel
-from agentrl.engine.local.sampler import Draw, uniforms
-from agentrl.engine.local.slots import BatchRequest, IntArray
+from agentrl.engine.local.sampler import Draw, IntArray, uniforms
+from agentrl.engine.local.slots import BatchRequest
 from agentrl.errors import ConfigError, EngineError
 from agentrl.models.trial import ALONE, ENDS, SHARED, probe, use_own_attention, with_eager_attention
 from agentrl.types import Completion

@@ -35,7 +35,8 @@ from agentrl.engine.checks import check_prompt, check_sampling, check_session
 from agentrl.engine.fork_server import fork_server
 from agentrl.engine.local.flat_model import FlatModel
 from agentrl.engine.local.local_engine import Answers, Bounds, EngineCore, deliver, settle
-from agentrl.engine.local.slots import BatchRequest, IntArray
+from agentrl.engine.local.sampler import IntArray
+from agentrl.engine.local.slots import BatchRequest
 from agentrl.errors import AgentRLError, EngineError
 from agentrl.types import Completion, Sampling
 

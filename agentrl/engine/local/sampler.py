@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
 ROUNDING, ROUNDING_OF_LARGE = 5e-5, 4e-6
@@ -28,7 +30,7 @@ _ONE_BLOCK = 64
 borders that rounding could move across the number."""
 
 
-def uniforms(seeds_B: NDArray[np.uint64], positions_B: NDArray[np.int64]) -> NDArray[np.float64]:
+def uniforms(seeds_B: NDArray[np.uint64], positions_B: IntArray) -> FloatArray:
     """Return (B,) numbers in [0, 1) with 53 random bits, from the splitmix64 finalizer over seed and position.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014); the seed is mixed
@@ -49,13 +51,13 @@ def mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
 class Draw:
     """Sampling parameters of a batch: arrays of length B, `uniform` from `uniforms`."""
 
-    temperature: NDArray[np.float64]
-    top_p: NDArray[np.float64]
-    top_k: NDArray[np.int64]
-    min_p: NDArray[np.float64]
-    uniform: NDArray[np.float64]
+    temperature: FloatArray
+    top_p: FloatArray
+    top_k: IntArray
+    min_p: FloatArray
+    uniform: FloatArray
 
-    def of(self, rows: slice | NDArray[np.int64]) -> Draw:
+    def of(self, rows: slice | IntArray) -> Draw:
         """Return the parameters of some rows."""
         return Draw(*(getattr(self, field.name)[rows] for field in fields(self)))
 
@@ -105,7 +107,8 @@ def _sample(logits_BV: Tensor, draw: Draw) -> Drawn:
         rows = np.flatnonzero(filtered)
         rows_k = torch.from_numpy(rows).to(device)
         probs_BV[rows_k], cut_B[rows] = _filtered(probs_BV[rows_k], draw.of(rows), rounding_B[rows])
-    ids_B, unsure_B = _by_weight(probs_BV, draw.uniform, rounding_B)
+    drawn_B, unsure_B = _by_weight(probs_BV, draw.uniform, rounding_B)
+    ids_B = torch.from_numpy(drawn_B).to(device)
     unsure_B |= cut_B
     if greedy.any():
         largest_B, close_B = _largest(logits_BV, rounding_B)
@@ -114,16 +117,16 @@ def _sample(logits_BV: Tensor, draw: Draw) -> Drawn:
     return Drawn(ids_B, logprobs_BV.gather(1, ids_B[:, None])[:, 0], unsure_B)
 
 
-def _rounding(logits_BV: Tensor) -> NDArray[np.float64]:
+def _rounding(logits_BV: Tensor) -> FloatArray:
     """Return (B,) by how much the logits of each row may differ in another batch; masked ones do not count."""
     if logits_BV.dtype != torch.float32:  # nobody repeats draws from others, and asking a GPU takes time
         return np.full(len(logits_BV), ROUNDING)
-    ends_2B = torch.stack(torch.aminmax(logits_BV, dim=-1)).abs().cpu().numpy().astype(np.float64)
-    size_B = np.where(np.isfinite(ends_2B), ends_2B, 0.0).max(0)
-    return cast(NDArray[np.float64], np.maximum(ROUNDING, ROUNDING_OF_LARGE * size_B))
+    ends_2B = np.abs(torch.stack(torch.aminmax(logits_BV, dim=-1)).cpu().numpy())
+    size_B = np.where(np.isfinite(ends_2B), ends_2B, 0.0).max(0).astype(np.float64)
+    return cast(FloatArray, np.maximum(ROUNDING, ROUNDING_OF_LARGE * size_B))
 
 
-def _largest(logits_BV: Tensor, rounding_B: NDArray[np.float64]) -> tuple[Tensor, BoolArray]:
+def _largest(logits_BV: Tensor, rounding_B: FloatArray) -> tuple[Tensor, BoolArray]:
     """Return (B,) indices of the largest logits, and whether the second largest is within rounding of each."""
     best_B2 = logits_BV.topk(min(2, logits_BV.shape[1]), -1).values.cpu().numpy()
     with np.errstate(invalid="ignore"):  # two infinite ones
@@ -131,47 +134,40 @@ def _largest(logits_BV: Tensor, rounding_B: NDArray[np.float64]) -> tuple[Tensor
     return logits_BV.argmax(-1), close_B & (best_B2.shape[1] > 1)
 
 
-def _by_weight(
-    weights_BV: Tensor, uniform_B: NDArray[np.float64], rounding_B: NDArray[np.float64]
-) -> tuple[Tensor, BoolArray]:
+def _by_weight(weights_BV: Tensor, uniform_B: FloatArray, rounding_B: FloatArray) -> tuple[IntArray, BoolArray]:
     """Return (B,) indices drawn by weight, never one of weight 0, and whether rounding could change them."""
     count, vocabulary = weights_BV.shape
     if vocabulary <= _ONE_BLOCK:
-        return _interval(weights_BV, uniform_B, rounding_B)
+        return _interval(weights_BV.cpu().numpy(), uniform_B, rounding_B)
     width = round(vocabulary**0.5)
     weights_BbW = F.pad(weights_BV, (0, -vocabulary % width)).view(count, -1, width)
-    block_B, unsure_B = _interval(weights_BbW.sum(-1), uniform_B, rounding_B)
-    chosen_BW = weights_BbW[torch.arange(count, device=weights_BV.device), block_B]
+    block_B, unsure_B = _interval(weights_BbW.sum(-1).cpu().numpy(), uniform_B, rounding_B)
+    row_B = torch.from_numpy(np.arange(count) * weights_BbW.shape[1] + block_B).to(weights_BV.device)
+    chosen_BW = weights_BbW.flatten(0, 1).index_select(0, row_B).cpu().numpy()
     second_B = uniforms((uniform_B * 2.0**53).astype(np.uint64), np.zeros(count, dtype=np.int64))
     index_B, unsure_too_B = _interval(chosen_BW, second_B, rounding_B)
-    drawn_B = (block_B * width + index_B).clamp_(max=vocabulary - 1)  # weights that are nan lead into the padding
-    return drawn_B, unsure_B | unsure_too_B
+    return block_B * width + index_B, unsure_B | unsure_too_B
 
 
-def _interval(
-    weights_BV: Tensor, uniform_B: NDArray[np.float64], rounding_B: NDArray[np.float64]
-) -> tuple[Tensor, BoolArray]:
+def _interval(weights_BW: FloatArray, uniform_B: FloatArray, rounding_B: FloatArray) -> tuple[IntArray, BoolArray]:
     """Return (B,) indices whose interval of the cumulative weights contains `uniform`, and which are unsure.
 
     If the logits differ by r, a border c of the cumulative probabilities moves by at most 2 r c (1 - c).
     """
-    cumulated_BV = weights_BV.cumsum(-1)
-    total_B1 = cumulated_BV[:, -1:]
-    below_total = torch.nextafter(total_B1, torch.zeros_like(total_B1))
-    target_B1 = torch.minimum(torch.from_numpy(uniform_B).to(weights_BV.device)[:, None] * total_B1, below_total)
-    index_B1 = torch.searchsorted(cumulated_BV, target_B1, right=True).clamp_(max=weights_BV.shape[1] - 1)
-    found_B4 = torch.cat(
-        [target_B1, total_B1, cumulated_BV.gather(1, index_B1), weights_BV.gather(1, index_B1)], 1
-    )
-    target_B, total_B, upper_B, weight_B = found_B4.cpu().numpy().T
-    unsure_B = np.zeros(len(target_B), dtype=np.bool_)
-    for border_B in (upper_B, upper_B - weight_B):
+    cumulated_BW = weights_BW.cumsum(1)
+    total_B = cumulated_BW[:, -1]
+    target_B = np.minimum(uniform_B * total_B, np.nextafter(total_B, 0.0))
+    index_B = (cumulated_BW > target_B[:, None]).argmax(1)  # 0 if the weights are nan
+    rows_B = np.arange(len(index_B))
+    upper_B = cumulated_BW[rows_B, index_B]
+    unsure_B = np.zeros(len(index_B), dtype=np.bool_)
+    for border_B in (upper_B, upper_B - weights_BW[rows_B, index_B]):
         reach_B = 2 * rounding_B * border_B * (total_B - border_B)
         unsure_B |= np.abs(target_B - border_B) * total_B < reach_B
-    return index_B1[:, 0], unsure_B
+    return index_B, unsure_B
 
 
-def _filtered(probs_BV: Tensor, draw: Draw, rounding_B: NDArray[np.float64]) -> tuple[Tensor, BoolArray]:
+def _filtered(probs_BV: Tensor, draw: Draw, rounding_B: FloatArray) -> tuple[Tensor, BoolArray]:
     """Keep the k most likely tokens with at least this share of the largest probability and, of these, the fewest
     whose mass reaches p; others get probability 0. Also return whether (B,) rounding could change which are kept.
     """

@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.engine.base import GenerateOptions
-from agentrl.engine.local.sampler import Draw, mix, uniforms
+from agentrl.engine.local.sampler import BoolArray, Draw, IntArray, mix, uniforms
 from agentrl.types import Completion, Routes, Sampling
 
-IntArray = NDArray[np.int64]
 RouteArray = NDArray[np.signedinteger]
 """(T, L, k) experts of T tokens."""
 
@@ -217,7 +216,7 @@ class SlotTable:
         """Return (N, count) the tokens before these positions, which are at least `count`."""
         return cast(IntArray, self.tokens[slots[:, None], positions[:, None] + np.arange(-count, 0)])
 
-    def kept(self, slots: IntArray, ahead: IntArray, ids: IntArray) -> NDArray[np.bool_]:
+    def kept(self, slots: IntArray, ahead: IntArray, ids: IntArray) -> BoolArray:
         """Return which sampled tokens follow from those before them: a slot's first, and each behind a draft that
         was sampled and did not end the sequence. The tokens of a slot are neighbors; drafts are behind the known
         ones."""
@@ -227,7 +226,7 @@ class SlotTable:
         wrong = np.cumsum(~(as_drafted & ~self._stops_at(slots, ids)))
         before = np.concatenate([[0], wrong[:-1]])
         first = np.flatnonzero(ahead == 0)
-        return cast(NDArray[np.bool_], before == np.repeat(before[first], np.diff([*first, len(slots)])))
+        return cast(BoolArray, before == np.repeat(before[first], np.diff([*first, len(slots)])))
 
     def append(
         self, slots: IntArray, ahead: IntArray, ids: IntArray, logprobs: NDArray[np.float32], version: int
@@ -243,8 +242,8 @@ class SlotTable:
         self.known[slots] = last
         return slots[self._stops_at(slots, ids[ends]) | (last >= self.limit[slots])]
 
-    def _stops_at(self, slots: IntArray, ids: IntArray) -> NDArray[np.bool_]:
-        return cast(NDArray[np.bool_], (ids[:, None] == self.stops[slots]).any(1))
+    def _stops_at(self, slots: IntArray, ids: IntArray) -> BoolArray:
+        return cast(BoolArray, (ids[:, None] == self.stops[slots]).any(1))
 
     def swap(self, left: Sequence[int], right: Sequence[int]) -> None:
         """Swap slot left[i] and slot right[i], all i at once."""
