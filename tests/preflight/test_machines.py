@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from agentrl.cli.app import app
 from agentrl.config.load import load_config
 from agentrl.errors import ConfigError
-from agentrl.preflight.machines import machine_of
+from agentrl.preflight.machines import CARDS, machine_of
 from agentrl.preflight.plan import make_plan
 from agentrl.preflight.shape import ModelShape
 
@@ -201,6 +201,8 @@ def test_experts_that_a_token_does_not_meet_cost_no_time(tmp_path: Path):
     [
         ("8xH1000", "unknown card 'H1000'.*; for another card, give its memory with --memory GIB"),
         ("8xA100", "say which: A100-40GB or A100-80GB"),
+        ("1xH100-94GB", "unknown card 'H100-94GB'"),
+        ("8xH20-141GB", "unknown card 'H20-141GB'"),
         ("0xH100", "write NUMBERxCARD"),
         ("eight H100s", "write NUMBERxCARD"),
     ],
@@ -226,12 +228,23 @@ def test_a_reference_does_not_slow_the_critic(tmp_path: Path):
     assert both.prediction.update - one.prediction.update == pytest.approx(critic)
 
 
+def test_the_page_names_every_card():
+    page = " ".join((ROOT / "docs/distributed.md").read_text().split())
+    listed = page.partition("Known cards are ")[2].partition(".")[0]
+    assert listed.replace(" and ", ", ").split(", ") == list(CARDS)
+
+
 def test_names_of_machines():
     assert str(machine_of("8XH100")) == "8 x H100-80GB"
     assert str(machine_of("8xh100", 2)) == "2 nodes of 8 x H100-80GB"
     assert machine_of("H200-141GB").total == 1
     assert machine_of("2xRTX-4090") == machine_of("2xRTX4090")
     assert machine_of("RTX_6000-Ada").name == "RTX6000Ada"
+    assert machine_of("RTX-PRO-6000").name == "RTXPRO6000"
+    assert machine_of("RTX3090-24GB").name == "RTX3090"
+    assert machine_of("8xb200-192gb").name == "B200-180GB"
+    assert machine_of("A100-80G").name == "A100-80GB"
+    assert all(machine_of(name).name == name for name in CARDS)
     for wrong in (["--nodes", "2"], ["--gpus", "H100", "--memory", "80"]):
         result = CliRunner().invoke(app, ["plan", str(ROOT / "examples/calculator/tools.yaml"), *wrong])
         assert result.exit_code != 0
