@@ -152,8 +152,11 @@ def _scalar(kind: str, schema: Mapping[str, Any], rng: random.Random, words: Seq
     if kind == "boolean":
         return rng.random() < 0.5
     if kind in ("integer", "number"):
-        low = schema.get("minimum", schema.get("exclusiveMinimum", 0 if "maximum" not in schema else -10))
-        high = schema.get("maximum", schema.get("exclusiveMaximum", low + 10))
+        low = schema.get("minimum", schema.get("exclusiveMinimum"))
+        high = schema.get("maximum", schema.get("exclusiveMaximum"))
+        if low is None:
+            low = 0 if high is None else min(high - 10, -10 if "maximum" in schema else 0)
+        high = low + 10 if high is None else high
         if step := schema.get("multipleOf"):
             first = low // step + ("exclusiveMinimum" in schema or low % step > 0)
             return step * rng.randint(int(first), int(max(first, high // step - ("exclusiveMaximum" in schema))))

@@ -245,6 +245,30 @@ class Collects(Sound):
         return ""
 
 
+class Negative(Sound):
+    @tool
+    def keep(
+        self,
+        depth: Annotated[int, Field(le=-50)],
+        debt: Annotated[int, Field(lt=0)],
+        cold: Annotated[float, Field(le=-273.0)],
+        step: Annotated[int, Field(le=-50, multiple_of=20)],
+    ) -> str:
+        return ""
+
+
+async def test_numbers_with_an_upper_bound_alone_are_drawn_below_it():
+    await check_env(Negative, TASKS)
+    parameters = Negative().tools[-1]["function"]["parameters"]
+    for seed in range(50):
+        drawn = random_arguments(parameters, random.Random(seed))
+        assert drawn["depth"] <= -50
+        assert drawn["debt"] < 0
+        assert drawn["cold"] <= -273.0
+        assert drawn["step"] <= -60
+        assert drawn["step"] % 20 == 0
+
+
 async def test_arguments_that_differ_from_each_other_are_drawn_and_special_texts_are_no_finding():
     await check_env(Collects, TASKS)
     parameters = Collects().tools[-1]["function"]["parameters"]
