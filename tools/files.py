@@ -32,8 +32,7 @@ class Files:
         if info.kind == "directory":
             entries = await self.box.list_dir(path, max_entries=500)
             return "\n".join(_entry(e.name, e.kind, e.size) for e in entries) or "[empty directory]"
-        text = await self._text(path)
-        lines = text.splitlines()
+        lines = _lines(await self._text(path))
         end = len(lines) if last is None else min(last, len(lines))
         if lines and first > len(lines):
             raise ValueError(f"{path} has {len(lines)} lines, none from line {first} on")
@@ -54,7 +53,7 @@ class Files:
         found = text.count(old) if old else 0
         if found != 1:
             where = "; it has to be copied exactly, white space included" if not found else ""
-            lines = [str(n) for n, line in enumerate(text.splitlines(), 1) if old and old.splitlines()[0] in line]
+            lines = [str(n) for n, line in enumerate(_lines(text), 1) if old and _lines(old)[0] in line]
             near = f" (it begins on lines {', '.join(lines[:10])})" if lines and found else ""
             raise ValueError(f"the old text occurs {found} times in {path}, it must be once{near}{where}")
         await self.box.write_file(path, text.replace(old, new), mode=(await self.box.stat(path)).mode)
@@ -82,6 +81,11 @@ class Files:
             return data.decode()
         except UnicodeDecodeError:
             raise ValueError(f"{path} is not text") from None
+
+
+def _lines(text: str) -> list[str]:
+    """The lines as grep and other programs count them: `splitlines` also ends one at a form feed or U+2028."""
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
 
 
 def _count(text: str) -> str:

@@ -70,6 +70,19 @@ async def test_files_are_seen_changed_and_searched(env: ComposedEnv) -> None:
     assert "has 2 lines, none from line 9 on" in await ask(env, "view", path="src/m.py", first=9)
 
 
+async def test_lines_have_the_same_numbers_in_all_file_tools(env: ComposedEnv) -> None:
+    text = "one\n\x0ctwo\r\n\n'\u2028' + '\x1c'\nfour = 4\n"
+    await ask(env, "create", path="m.py", text=text)
+    shown = await ask(env, "view", path="m.py")
+    assert shown == "1  one\n2  \x0ctwo\n3  \n4  '\u2028' + '\x1c'\n5  four = 4"
+    assert await ask(env, "search", pattern="four") == "./m.py:5:four = 4"
+    assert await ask(env, "view", path="m.py", first=5) == "5  four = 4"
+    assert "at line 5 of m.py" in await ask(env, "replace", path="m.py", old="= 4", new="= 5")
+    await ask(env, "create", path="m.py", text=text + "four = 4")
+    said = await ask(env, "replace", path="m.py", old="four = 4", new="x")
+    assert "it begins on lines 5, 6" in said
+
+
 async def test_sql_answers_with_rows(env: ComposedEnv) -> None:
     assert await ask(env, "sql", query="create table t (a, b)") == "[ok, 0 rows changed]"
     assert await ask(env, "sql", query="insert into t values (1, 'x'), (2, null)") == "[ok, 2 rows changed]"
