@@ -57,7 +57,10 @@ class BoxSession:
         max_rows: int = 1000,
         wall_s: float | None = None,
     ) -> QueryResult:
-        """Run SQL in a sqlite session; multiple statements are allowed if there are no parameters."""
+        """Run SQL in a sqlite session; multiple statements are allowed if there are no parameters.
+
+        The rows are those of the last statement, and `changed` counts the rows that all of them changed.
+        """
         if self.kind != "sqlite":
             raise ValueError(f"query on a {self.kind} session: open one of kind 'sqlite'")
         order = {"database": database, "sql": sql, "parameters": parameters, "max_rows": max_rows}

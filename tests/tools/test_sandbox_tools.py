@@ -92,6 +92,21 @@ async def test_sql_answers_with_rows(env: ComposedEnv) -> None:
     assert (await ask(env, "sql", query=many)).endswith("\n50\n[more than 50 rows: the first 50 are shown]")
 
 
+async def test_sql_of_several_statements_keeps_the_transaction_and_shows_the_last_rows(env: ComposedEnv) -> None:
+    assert await ask(env, "sql", query="create table t (a); begin") == "[ok, 0 rows changed]"
+    two = "insert into t values (1), (2); /* a; b */ update t set a = a + 1 where a = 2;"
+    assert await ask(env, "sql", query=two) == "[ok, 3 rows changed]"
+    assert await ask(env, "sql", query="select 'x;'; select a from t") == "a\n1\n3\n[2 rows]"
+    assert await ask(env, "sql", query="rollback") == "[ok, 0 rows changed]"
+    assert await ask(env, "sql", query="select count(*) as n from t; -- none; left") == "n\n0\n[1 rows]"
+    trigger = "create trigger r after insert on t begin delete from t where a = 1; delete from t where a = 2; end;"
+    query = f"{trigger} insert into t values (1), (2), (3); select * from t; ;"
+    assert await ask(env, "sql", query=query) == "a\n3\n[1 rows]"
+    assert "near" in await ask(env, "sql", query="delete from t; selec 1; insert into t values (4)")
+    assert await ask(env, "sql", query="select * from t -- all") == "a\n[0 rows]"
+    assert await ask(env, "sql", query="-- nothing; at all") == "[ok, 0 rows changed]"
+
+
 def test_long_text_keeps_both_ends() -> None:
     text = "\n".join(f"line {i}" for i in range(5000))
     short = shorten(text, 900)

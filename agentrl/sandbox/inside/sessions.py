@@ -149,27 +149,49 @@ def _sqlite() -> Any:
             if path not in connections:
                 connections[path] = sqlite3.connect(path, isolation_level=None)
             cursor = connections[path].cursor()
-            if order["parameters"] is None and _many(order["sql"]):
-                cursor.executescript(order["sql"])
-            else:
-                cursor.execute(order["sql"], order["parameters"] or ())
+            sql, parameters = order["sql"], order["parameters"]
+            changed = 0
+            for number, statement in enumerate([sql] if parameters is not None else _statements(sql)):
+                if number:
+                    for _ in cursor:  # only the rows of the last statement are shown
+                        pass
+                    changed += max(cursor.rowcount, 0)
+                cursor.execute(statement, parameters or ())
             columns = [column[0] for column in cursor.description or ()]
             rows = cursor.fetchmany(order["max_rows"] + 1) if columns else []
             more = len(rows) > order["max_rows"]
             shown = [[_plain(value) for value in row] for row in rows[: order["max_rows"]]]
-            answer = {"columns": columns, "rows": shown, "more": more, "changed": max(cursor.rowcount, 0)}
+            answer = {
+                "columns": columns,
+                "rows": shown,
+                "more": more,
+                "changed": changed + max(cursor.rowcount, 0),
+            }
             frames.write_all(1, json.dumps(answer).encode())
             return 0
         except failures as error:
             frames.write_all(2, f"{type(error).__name__}: {error}".encode("utf-8", "replace"))
             return 1
 
-    def _many(sql: str) -> bool:
-        """Return whether the text holds more than one statement."""
-        body = sql.strip().rstrip(";")
-        return any(sqlite3.complete_statement(body[: i + 1]) for i, c in enumerate(body) if c == ";")
+    def _statements(sql: str) -> list[str]:
+        """Split a text into its statements. `executescript` would commit a transaction that is open."""
+        found, begin = [], 0
+        for end in (i + 1 for i, c in enumerate(sql) if c == ";"):
+            if sqlite3.complete_statement(sql[begin:end]):
+                found.append(sql[begin:end])
+                begin = end
+        found = [text for text in [*found, sql[begin:]] if not _is_blank(text)]
+        return found or [sql]
 
     return run
+
+
+def _is_blank(sql: str) -> bool:
+    """Return whether the text has only spaces, semicolons and comments."""
+    left = sql.lstrip(" \t\n\f\r;")
+    while left.startswith(("--", "/*")):
+        left = left.partition("\n" if left.startswith("--") else "*/")[2].lstrip(" \t\n\f\r;")
+    return not left
 
 
 def _plain(value: Any) -> Any:
