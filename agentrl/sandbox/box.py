@@ -142,7 +142,7 @@ class Box:
             cwd: working directory; None: the home directory.
             env: variables added to the sandbox's environment.
             wall_s: shorthand for the limit of the same name.
-            limits: other limits to narrow for this call.
+            limits: other limits to narrow for this call; those at their default stay the sandbox's.
         """
         argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
         if not argv:

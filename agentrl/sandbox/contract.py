@@ -293,21 +293,23 @@ def _check_types(spec: Sandbox) -> None:
 
 
 def narrowed(base: SandboxLimits, wall_s: float | None, limits: SandboxLimits | None) -> SandboxLimits:
-    """Return the limits of one call.
+    """Return the limits of one call: those of the sandbox, but for what `limits` has other than its default.
 
     Raises:
         ConfigError: `limits` changes a limit of the sandbox as a whole.
     """
-    if limits is not None:
-        for f in fields(SandboxLimits):
-            asked = getattr(limits, f.name)
-            if f.name not in PER_CALL and asked != getattr(base, f.name) and asked != f.default:
-                raise ConfigError(
-                    f"limit {f.name}={asked!r} belongs to the sandbox and cannot change with a call: "
-                    "set it on the Sandbox spec"
-                )
-    chosen = limits if limits is not None else base
-    return replace(chosen, wall_s=wall_s) if wall_s is not None else chosen
+    changed: dict[str, Any] = {} if wall_s is None else {"wall_s": wall_s}
+    for f in fields(SandboxLimits) if limits is not None else ():
+        asked = getattr(limits, f.name)
+        if asked == f.default or f.name in changed:
+            continue
+        if f.name not in PER_CALL and asked != getattr(base, f.name):
+            raise ConfigError(
+                f"limit {f.name}={asked!r} belongs to the sandbox and cannot change with a call: "
+                "set it on the Sandbox spec"
+            )
+        changed[f.name] = asked
+    return replace(base, **changed) if changed else base
 
 
 @dataclass(frozen=True, slots=True)

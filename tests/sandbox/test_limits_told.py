@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
 from agentrl.sandbox import Box, SandboxLimits, SandboxPool
+from agentrl.sandbox.contract import narrowed
 from tests.sandbox.sandbox_specs import spec_for
 
 PRINT = "print('x' * 1000)"
@@ -18,6 +20,19 @@ SHORT = SandboxLimits(stdout_bytes=100)
 async def box() -> AsyncIterator[Box]:
     async with SandboxPool(spec_for("namespace"), min_idle=0) as pool, pool.lease() as leased:
         yield leased
+
+
+async def test_limits_that_a_call_does_not_set_are_those_of_the_sandbox() -> None:
+    spec = replace(spec_for("namespace"), wall_s=60.0, cpu_s=7.0, file_mb=3, open_files=77)
+    limited = "(r.RLIMIT_CPU, r.RLIMIT_FSIZE, r.RLIMIT_NOFILE)"
+    program = f"import resource as r; print(*(r.getrlimit(which)[0] for which in {limited}))"
+    async with SandboxPool(spec, min_idle=0) as pool, pool.lease() as leased:
+        for limits in (None, SHORT, SandboxLimits(wall_s=20.0)):
+            assert (await leased.python(program, limits=limits)).text() == f"7 {3 << 20} 77\n"
+        lowered = await leased.python(program, wall_s=10.0, limits=SandboxLimits(file_mb=1))
+        assert lowered.text() == f"7 {1 << 20} 77\n"
+    assert narrowed(spec, None, SHORT) == replace(spec, stdout_bytes=100)
+    assert narrowed(spec, 10.0, SHORT) == replace(spec, stdout_bytes=100, wall_s=10.0)
 
 
 async def test_limits_of_one_call_are_not_those_of_the_next(box: Box) -> None:
