@@ -25,6 +25,7 @@ from agentrl.env.env import DeclaredReward, Env
 from agentrl.env.gym_actions import ActionReader, reader_of
 from agentrl.env.tasks import Split, generated
 from agentrl.env.toolenv.background import background
+from agentrl.env.toolenv.calls import add_counts
 from agentrl.env.toolenv.declare import ToolResult
 from agentrl.env.toolenv.dispatch import BoundTool, call_function
 from agentrl.env.toolenv.env import Step, ToolEnv
@@ -71,6 +72,7 @@ class TextGym(gymnasium.Env[str, str]):
         self._task: Task | None = None
         self._messages: list[Message] = []
         self._turns: list[Turn] = []
+        self._metrics: dict[str, float] = {}
 
     @property
     def tools(self) -> Sequence[Mapping[str, object]]:
@@ -88,7 +90,7 @@ class TextGym(gymnasium.Env[str, str]):
         self._task = self._tasks[wanted] if isinstance(wanted, int) else wanted
         background.run(self._env.close())
         opening, _ = background.run(self._env.reset(self._task))
-        self._messages, self._turns = list(opening), []
+        self._messages, self._turns, self._metrics = list(opening), [], {}
         return _text(opening), {"task_id": self._task.id}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
@@ -98,7 +100,10 @@ class TextGym(gymnasium.Env[str, str]):
         message = read_action(action, len(self._turns))
         observation, reward, terminated, truncated, info = background.run(self._env.step(message))
         self._messages += [message, *observation]
-        self._turns.append(Turn(message, tuple(observation), reward, "stop", 0, 0.0, 0.0, info.calls))
+        self._turns.append(
+            Turn(message, tuple(observation), reward, "stop", 0, 0.0, 0.0, info.calls, info.rewards)
+        )
+        add_counts(self._metrics, info.metrics)
         stop = info.stop_reason
         if not terminated and len(self._turns) >= self._max_turns:
             truncated, stop = True, stop or StopReason.MAX_TURNS
@@ -124,7 +129,7 @@ class TextGym(gymnasium.Env[str, str]):
         assert self._task is not None
         return Episode(
             self._task.id, self._task, tuple(self._messages), tuple(self._turns), (), stop, None,
-            tools=tuple(self._env.tools),
+            metrics=dict(self._metrics), tools=tuple(self._env.tools),
         )  # fmt: skip
 
 

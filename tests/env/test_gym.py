@@ -10,6 +10,7 @@ from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
 
 import agentrl.envs
+from agentrl.env import ToolEnv, reward
 from agentrl.env.ansi import without_colors
 from agentrl.env.gym import AnyText, GymnasiumEnv, TextGym, read_action
 from agentrl.env.gym_actions import reader_of
@@ -18,7 +19,7 @@ from agentrl.envs.calculator import Calculator
 from agentrl.errors import ConfigError, InfraError, RewardError
 from agentrl.testing.env import check_env as check_contract
 from agentrl.testing.policy import ScriptedPolicy, call, play
-from agentrl.types import Message, StopReason, Task
+from agentrl.types import Episode, Message, StopReason, Task
 
 
 @pytest.mark.parametrize("name", sorted(agentrl.envs.SHIPPED))
@@ -47,6 +48,38 @@ def test_an_episode_is_played_through_gymnasium():
     assert (reward, terminated, truncated) == (1.0, True, False)
     assert (info["stop_reason"], info["rewards"]) == ("answered", {"solved": 1.0})
     assert "[assistant] calculator(" in env.render()
+    env.close()
+
+
+class Watched(ToolEnv):
+    """Answer."""
+
+    def setup(self) -> str:
+        return "Answer."
+
+    @reward(per="turn")
+    def spoke(self) -> float:
+        return 0.5
+
+    @reward
+    def mistakes(self, episode: Episode) -> float:
+        return -episode.metrics.get("unknown_tool", 0.0)
+
+    @reward
+    def of_turns(self, episode: Episode) -> float:
+        return sum(turn.rewards["spoke"] for turn in episode.turns)
+
+
+async def test_rewards_read_the_same_episode_through_gymnasium():
+    task = Task("t", {}, 1)
+    played = await play(Watched(), task, ScriptedPolicy([call("nothing"), "done"]))
+    assert played.rewards == {"mistakes": -1.0, "of_turns": 1.0}
+    env = TextGym(Watched, [task])
+    for _ in range(2):  # nothing of an episode is left in the next
+        env.reset(seed=0)
+        env.step('{"name": "nothing"}')
+        *_, info = env.step("done")
+        assert info["rewards"] == played.rewards
     env.close()
 
 
