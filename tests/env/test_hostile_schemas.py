@@ -39,6 +39,28 @@ def test_a_pattern_of_ecmascript_is_checked():
 
 
 @pytest.mark.parametrize(
+    "more",
+    [
+        {"allOf": [{"properties": {"b": {"type": "integer"}}}]},
+        {"anyOf": [{"properties": {"b": {"type": "integer"}}, "required": ["b"]}, {"required": ["c"]}]},
+        {"$ref": "#/$defs/more", "$defs": {"more": {"properties": {"b": {"type": "integer"}}}}},
+        {"patternProperties": {"^[bc]$": {"type": "integer"}}},
+        {"patternProperties": {"^b": {"type": "integer"}}, "additionalProperties": False},
+    ],
+)
+def test_an_argument_that_a_schema_names_elsewhere_is_known(more: dict[str, Any]):
+    assert check_arguments(text() | more, {"a": "x", "b": 1}) == {"a": "x", "b": 1}
+    with pytest.raises(InvalidArguments, match=r"^args\.b: expected integer, got 'x'"):
+        check_arguments(text() | more, {"a": "x", "b": "x"})
+
+
+def test_an_argument_that_a_schema_names_nowhere_is_unknown():
+    for more in ({}, {"patternProperties": {"^c": {}}}, {"additionalProperties": False, "allOf": [{}]}):
+        with pytest.raises(InvalidArguments, match=r"args\.b: unknown argument \(known: a\)$"):
+            check_arguments(text() | more, {"a": "x", "b": 1})
+
+
+@pytest.mark.parametrize(
     "schema",
     [
         text(pattern="("),
@@ -46,6 +68,7 @@ def test_a_pattern_of_ecmascript_is_checked():
         text(minLength="x"),
         {"type": "object", "properties": {"a": {"anyOf": 5}}},
         {"type": "object", "properties": 5},
+        {"type": "object", "properties": {"a": {}}, "patternProperties": 5},
         {"type": "object", "required": 5, "properties": {"a": {}}},
         {"type": 5, "properties": {"a": {}}},
     ],

@@ -1,8 +1,8 @@
 """Check JSON data against an external JSON schema (from a YAML file or an MCP server).
 
-The keywords that tool schemas use are checked: type, enum, const, properties, required, additionalProperties,
-items, prefixItems, anyOf, oneOf, allOf, local $ref, and the bounds of numbers, texts and arrays. Other keywords,
-and malformed ones, are ignored.
+The keywords that tool schemas use are checked: type, enum, const, properties, patternProperties, required,
+additionalProperties, items, prefixItems, anyOf, oneOf, allOf, local $ref, and the bounds of numbers, texts and
+arrays. Other keywords, and malformed ones, are ignored.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ _BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
     "exclusiveMinimum": (operator.gt, "more than"),
     "exclusiveMaximum": (operator.lt, "less than"),
 }
+_NAMING = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas")
+"""Keywords under which a schema may have names that are not in its own `properties`."""
 _MAX_DEPTH = 50
 
 
@@ -46,7 +48,8 @@ def check_arguments(schema: Mapping[str, object], arguments: object) -> dict[str
     """
     if not isinstance(arguments, Mapping):
         raise InvalidArguments(f"args: expected object, got {shorten(arguments)}")
-    closed = {"additionalProperties": False} | dict(schema) if "properties" in schema else schema
+    names_all = "properties" in schema and not any(keyword in schema for keyword in _NAMING)
+    closed = {"additionalProperties": False} | dict(schema) if names_all else schema
     try:
         problems = list(_problems(closed, arguments, "args", closed, 0))
     except (TypeError, AttributeError):  # the schema is malformed: whoever runs the tool decides
@@ -104,18 +107,19 @@ def _branches(
 def _object(
     schema: Mapping[str, Any], value: Mapping[str, object], path: str, root: Mapping[str, object], depth: int
 ) -> Iterator[str]:
-    properties = schema.get("properties", {})
+    properties, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
     for name in schema.get("required", ()):
         if name not in value:
             yield f"{path}.{name}: required"
     extra = schema.get("additionalProperties", True)
     for name, item in value.items():
-        if name in properties:
-            yield from _problems(properties[name], item, f"{path}.{name}", root, depth + 1)
-        elif extra is False:
+        parts = [properties[name]] if name in properties else []
+        parts += [part for pattern, part in patterns.items() if _matches(pattern, name)]
+        if not parts and extra is False:
             yield f"{path}.{name}: unknown argument (known: {', '.join(properties) or 'none'})"
-        else:
-            yield from _problems(extra, item, f"{path}.{name}", root, depth + 1)
+            continue
+        for part in parts or [extra]:
+            yield from _problems(part, item, f"{path}.{name}", root, depth + 1)
 
 
 def _array(
