@@ -102,13 +102,16 @@ def random_arguments(schema: Mapping[str, Any], rng: random.Random, words: Seque
 
 
 def _value(
-    schema: Mapping[str, Any], definitions: Mapping[str, Any], rng: random.Random, words: Sequence[str], depth: int
+    schema: Any, definitions: Mapping[str, Any], rng: random.Random, words: Sequence[str], depth: int
 ) -> object:
-    def inner(part: Mapping[str, object]) -> object:
+    def inner(part: object) -> object:
         return _value(part, definitions, rng, words, depth + 1)
 
+    schema = schema if isinstance(schema, Mapping) else {}  # `true` takes anything
     if "$ref" in schema:
         return inner(definitions[schema["$ref"].rsplit("/", 1)[-1]])
+    for part in schema.get("allOf", ()):
+        schema = _merged(schema, definitions[part["$ref"].rsplit("/", 1)[-1]] if "$ref" in part else part)
     if "const" in schema:
         return schema["const"]
     if "enum" in schema:
@@ -116,6 +119,7 @@ def _value(
     if options := schema.get("anyOf") or schema.get("oneOf"):
         return inner(rng.choice(list(options)))
     kind = schema.get("type", "string")
+    kind = rng.choice(kind) if isinstance(kind, list) else kind
     if kind == "object":
         required = schema.get("required", ())
         properties = schema.get("properties", {})
@@ -144,6 +148,13 @@ def _value(
             items.append(_value(schema.get("items", {}), definitions, rng, others, depth + 1))
         return items
     return _scalar(kind, schema, rng, words)
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema of what fits both, unless they say different things of the same."""
+    properties = {**first.get("properties", {}), **second.get("properties", {})}
+    required = [*first.get("required", ()), *second.get("required", ())]
+    return {**first, **second} | {"properties": properties, "required": required}
 
 
 def _scalar(kind: str, schema: Mapping[str, Any], rng: random.Random, words: Sequence[str]) -> object:

@@ -10,12 +10,13 @@ import time
 import uuid
 from dataclasses import replace
 from decimal import Decimal
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import UUID4, AnyUrl, Field, Json
 
 from agentrl.env import ToolEnv, reward, tool
+from agentrl.env.toolenv.jsonschema import check_arguments
 from agentrl.envs.calculator import Calculator
 from agentrl.errors import RewardError
 from agentrl.testing.env import EnvCheckError, check_env, replay
@@ -243,6 +244,27 @@ class Collects(Sound):
         data: Json[list[int]],
     ) -> str:
         return ""
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": ["integer", "null"]},
+        {"type": "array", "items": True, "minItems": 1},
+        True,
+        {"allOf": [{"type": "integer"}, {"minimum": 7, "maximum": 8}]},
+        {
+            "type": "object",
+            "properties": {"a": {"type": "boolean"}},
+            "allOf": [{"$ref": "#/$defs/more"}, {"required": ["a"]}],
+        },
+    ],
+)
+def test_random_arguments_fit_schemas_of_other_servers(part: Any):
+    more = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
+    schema = {"type": "object", "properties": {"n": part}, "required": ["n"], "$defs": {"more": more}}
+    for seed in range(30):
+        check_arguments(schema, random_arguments(schema, random.Random(seed)))
 
 
 class Negative(Sound):
