@@ -313,7 +313,7 @@ class GymnasiumEnv(ToolEnv):
     async def step(self, message: Message) -> Step:
         """Like any ToolEnv; the game's ending is `terminated`, its time limit `truncated`."""
         observation, reward, terminated, truncated, info = await super().step(message)
-        if info.stop_reason is StopReason.STOPPED_BY_TOOL:
+        if info.stop_reason is StopReason.STOPPED_BY_TOOL and any(self.end):  # else another tool has ended it
             over, out_of_time = self.end
             terminated, truncated = over, out_of_time and not over
             info.stop_reason = StopReason.TERMINATED if over else StopReason.MAX_TURNS

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
 
 import agentrl.envs
-from agentrl.env import ToolEnv, reward
+from agentrl.env import Stop, ToolEnv, reward, tool
 from agentrl.env.ansi import without_colors
 from agentrl.env.gym import AnyText, GymnasiumEnv, TextGym, read_action
 from agentrl.env.gym_actions import reader_of
@@ -179,6 +179,24 @@ async def test_a_time_limit_truncates():
     assert len(episode.turns) == 3
     assert (episode.reward, episode.stop_reason) == (3.0, StopReason.MAX_TURNS)
     assert len(json.loads(episode.messages[1].content)) == 4
+
+
+class GivesUp(GymnasiumEnv):
+    """Play, or give up."""
+
+    env_id = "FrozenLake-v1"
+
+    @tool
+    def give_up(self) -> Stop:
+        """End the game."""
+        return Stop("You gave up.")
+
+
+async def test_another_tool_than_that_of_the_game_may_end_the_episode():
+    episode = await play(
+        GivesUp(), Task("t"), ScriptedPolicy([call("act", action=0), call("give_up"), "still here"])
+    )
+    assert (episode.stop_reason, len(episode.turns)) == (StopReason.STOPPED_BY_TOOL, 2)
 
 
 def test_small_spaces_of_every_kind_can_be_named():
