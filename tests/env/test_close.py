@@ -10,11 +10,14 @@ from agentrl.chat.template import Renderer
 from agentrl.env import ToolEnv, reward, tool
 from agentrl.env.compose import ComposedEnv
 from agentrl.env.toolenv.threads import stuck
-from agentrl.errors import EngineError, SandboxError
+from agentrl.errors import EngineError, InfraError, SandboxError
 from agentrl.models.tiny import make_tokenizer
 from agentrl.rollout.episode import Player, run_episode
 from agentrl.rollout.limits import EpisodeLimits
 from agentrl.sandbox import Sandbox, close_pools, pool_for
+from agentrl.sandbox.contract import Link, Process
+from agentrl.sandbox.errors import SandboxUnavailable
+from agentrl.sandboxes.process import Backend
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.testing.policy import call, say
 from agentrl.types import Sampling, StopReason, Task
@@ -193,3 +196,68 @@ async def test_one_of_64_sleeps_for_ever_and_the_step_ends_in_time(renderer):
         await asyncio.sleep(0.01)
     assert not stuck()
     assert len(asyncio.all_tasks()) == 1
+
+
+class StuckProcess:
+    """A sandbox that cannot be removed, as when a Docker engine does not answer."""
+
+    stuck = False
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.cause = process.cause
+
+    async def kill(self) -> None:
+        await self.process.kill()
+        if self.stuck:
+            raise SandboxUnavailable("it could not be removed")
+
+
+class StuckBackend(Backend):
+    async def start(self, name: str) -> tuple[Process, Link, str]:
+        process, link, home = await super().start(name)
+        return StuckProcess(process), link, home
+
+
+class FirstBox:
+    """A tool with a sandbox that cannot be removed."""
+
+    sandbox = Sandbox(backend="tests.env.test_close:StuckBackend", trusted=True)
+
+    @tool
+    def first(self) -> str:
+        """Nothing."""
+        return ""
+
+
+class SecondBox:
+    """A tool with another sandbox."""
+
+    sandbox = Sandbox(backend="process", trusted=True)
+
+    @tool
+    def second(self) -> str:
+        """Nothing."""
+        return ""
+
+
+class TwoBoxes(ToolEnv):
+    """Use two sandboxes."""
+
+    toolboxes = (FirstBox, SecondBox)
+
+    def setup(self) -> str:
+        return "Begin."
+
+
+async def test_a_sandbox_that_cannot_be_removed_keeps_no_other_leased(monkeypatch):
+    env = TwoBoxes()
+    await env.reset(Task("t"))
+    pools = [pool_for(made.sandbox) for made in (FirstBox, SecondBox)]
+    assert [pool.metrics()["leased"] for pool in pools] == [1.0, 1.0]
+    monkeypatch.setattr(StuckProcess, "stuck", True)
+    with pytest.raises(InfraError, match="it could not be removed"):
+        await env.close()
+    assert [pool.metrics()["leased"] for pool in pools] == [0.0, 0.0]
+    assert env._thread._worker is None, "the thread of the episode is free as well"
+    await close_pools()

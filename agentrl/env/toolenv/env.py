@@ -273,17 +273,23 @@ class ToolEnv(ScoredEnv):
                     raise InfraError(f"{type(self).__name__}.teardown: {error_text(cause)}") from e
             finally:
                 self._was_set_up = False
-                await self.release()
-                await self._thread.close()
+                try:
+                    await self.release()
+                finally:
+                    await self._thread.close()
 
     async def release(self) -> None:
         """Release what `prepare` acquired; runs after `teardown`, even if that failed or took too long."""
+        failures: list[str] = []
         try:
-            failures = await toolbox.end(self._toolboxes, self.settings.teardown_timeout_s)
+            failures += await toolbox.end(self._toolboxes, self.settings.teardown_timeout_s)
         finally:
             leases, self._leases = self._leases, {}
             for spec, box in leases.items():
-                await pool_for(spec).release(box)
+                try:
+                    await pool_for(spec).release(box)
+                except InfraError as e:  # the others are released all the same
+                    failures.append(str(e))
             for connection in self._connections:
                 await connection.close()
         if failures:
