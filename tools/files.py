@@ -33,6 +33,8 @@ class Files:
             entries = await self.box.list_dir(path, max_entries=500)
             return "\n".join(_entry(e.name, e.kind, e.size) for e in entries) or "[empty directory]"
         lines = _lines(await self._text(path))
+        if last is not None and last < first:
+            raise ValueError(f"line {last} comes before line {first}: give the first and the last line to show")
         end = len(lines) if last is None else min(last, len(lines))
         if lines and first > len(lines):
             raise ValueError(f"{path} has {len(lines)} lines, none from line {first} on")

@@ -68,6 +68,7 @@ async def test_files_are_seen_changed_and_searched(env: ComposedEnv) -> None:
     assert await ask(env, "search", pattern="nowhere") == "[no match]"
     assert "No such file" in await ask(env, "view", path="absent")
     assert "has 2 lines, none from line 9 on" in await ask(env, "view", path="src/m.py", first=9)
+    assert "line 1 comes before line 2" in await ask(env, "view", path="src/m.py", first=2, last=1)
 
 
 async def test_lines_have_the_same_numbers_in_all_file_tools(env: ComposedEnv) -> None:
