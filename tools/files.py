@@ -11,6 +11,7 @@ from agentrl.sandbox import Box, Sandbox
 from agentrl.tools.observation import observation, shorten
 
 MAX_BYTES = 1 << 20
+MAX_ENTRIES = 500
 MAX_MATCHES = 100
 
 
@@ -30,8 +31,10 @@ class Files:
         """Show a file with line numbers, from line `first` to `last`, or the entries of a directory."""
         info = await self.box.stat(path)
         if info.kind == "directory":
-            entries = await self.box.list_dir(path, max_entries=500)
-            return "\n".join(_entry(e.name, e.kind, e.size) for e in entries) or "[empty directory]"
+            entries = await self.box.list_dir(path, max_entries=MAX_ENTRIES + 1)
+            shown = "\n".join(_entry(e.name, e.kind, e.size) for e in entries[:MAX_ENTRIES])
+            more = f"\n[more than {MAX_ENTRIES} entries: the first {MAX_ENTRIES} are shown]"
+            return (shown or "[empty directory]") + (more if len(entries) > MAX_ENTRIES else "")
         lines = _lines(await self._text(path))
         if last is not None and last < first:
             raise ValueError(f"line {last} comes before line {first}: give the first and the last line to show")

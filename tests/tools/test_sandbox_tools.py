@@ -84,6 +84,17 @@ async def test_lines_have_the_same_numbers_in_all_file_tools(env: ComposedEnv) -
     assert "it begins on lines 5, 6" in said
 
 
+async def test_a_long_directory_says_that_there_is_more(env: ComposedEnv) -> None:
+    env.configure({"observation_tokens": 10_000}, {})
+    await ask(env, "shell", command="mkdir d && touch $(seq -f d/%04g 500)")
+    shown = (await ask(env, "view", path="d")).splitlines()
+    assert (len(shown), shown[-1]) == (500, "0500  0 bytes")
+    await ask(env, "shell", command="touch d/0501")
+    assert (await ask(env, "view", path="d")).endswith(
+        "0500  0 bytes\n[more than 500 entries: the first 500 are shown]"
+    )
+
+
 async def test_sql_answers_with_rows(env: ComposedEnv) -> None:
     assert await ask(env, "sql", query="create table t (a, b)") == "[ok, 0 rows changed]"
     assert await ask(env, "sql", query="insert into t values (1, 'x'), (2, null)") == "[ok, 2 rows changed]"
