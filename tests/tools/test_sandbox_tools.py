@@ -34,6 +34,9 @@ async def test_python_keeps_its_names(env: ComposedEnv) -> None:
     assert await ask(env, "python", code="x * 7") == "42"
     text = await ask(env, "python", code="x / 0")
     assert text.endswith("ZeroDivisionError: division by zero\n[exit code 1]")
+    text = await ask(env, "python", code="x = = 6\nx")
+    assert text.startswith('  File "<cell 4>", line 1\n    x = = 6\n')
+    assert text.endswith("SyntaxError: invalid syntax\n[exit code 1]")
     assert await ask(env, "python", code="y = 1") == "[no output]"
     assert "SIGSEGV; the session was lost" in await ask(env, "python", code="import os; os.kill(os.getpid(), 11)")
     assert "NameError" in await ask(env, "python", code="x")

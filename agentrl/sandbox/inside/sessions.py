@@ -127,7 +127,8 @@ def _compiled(payload: bytes, name: str) -> tuple[types.CodeType | None, types.C
             return None, compile(payload, name, "eval", dont_inherit=True)  # fast path for short cells
         except Exception:
             pass
-    tree = ast.parse(payload, name)
+    # Not `ast.parse`, whose frame would be in the traceback of a SyntaxError.
+    tree: Any = compile(payload, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     code = compile(tree, name, "exec", dont_inherit=True)
     if not isinstance(last, ast.Expr):
