@@ -6,6 +6,8 @@ import re
 from html.parser import HTMLParser
 
 _HIDDEN = frozenset({"script", "style", "noscript", "template", "svg", "head", "iframe", "object"})
+_IN_HEAD = frozenset({"base", "link", "meta", "noscript", "script", "style", "template", "title"})
+"""What may stand in a head. Any other element ends it: `</head>` may be left out."""
 _BLOCKS = frozenset(
     {
         *("address", "article", "aside", "blockquote", "br", "dd", "div", "dl", "dt", "figcaption", "figure"),
@@ -24,6 +26,8 @@ class _Reader(HTMLParser):
         self._targets: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if self._hidden[-1:] == ["head"] and tag not in _IN_HEAD:
+            self._hidden.pop()
         if tag == "title":
             self._in_title = True
         if tag in _HIDDEN:

@@ -259,6 +259,8 @@ async def test_the_policy_reads_what_went_wrong(port):
         ("<a href='#x'>here</a> <a>there", "here there"),
         ("<img alt='a cat'><!-- gone -->", "[a cat]"),
         ("<p <b>&#x1F642; &nosuch;", "🙂 &nosuch;"),
+        ("<html><head><meta charset=utf-8><title>T</title><body><p>text</html>", "T\n\ntext"),
+        ("<head><title>T</title><style>p {}</style><h1>text</h1>", "T\n\ntext"),
     ],
 )
 def test_bad_html_is_read_all_the_same(page, text):
