@@ -68,7 +68,7 @@ class Files:
     @tool
     async def search(self, pattern: str, path: str = ".") -> str:
         """Search files below `path` for an extended regular expression; shows file:line:text."""
-        command = ["grep", "-rnIE", "--max-count", str(MAX_MATCHES), "-e", pattern, "--", path]
+        command = ["grep", "-rnHIE", "--max-count", str(MAX_MATCHES), "-e", pattern, "--", path]
         result = await self.box.run(command)
         if result.outcome == "exit" and result.exit_code == 1:
             return "[no match]"

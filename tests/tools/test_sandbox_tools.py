@@ -68,6 +68,7 @@ async def test_files_are_seen_changed_and_searched(env: ComposedEnv) -> None:
         env, "replace", path="twice.txt", old="a", new="b"
     )
     assert await ask(env, "search", pattern="ret.rn [0-9]") == "./src/m.py:2:    return 2"
+    assert await ask(env, "search", pattern="ret.rn", path="src/m.py") == "src/m.py:2:    return 2"
     assert await ask(env, "search", pattern="nowhere") == "[no match]"
     assert "No such file" in await ask(env, "view", path="absent")
     assert "has 2 lines, none from line 9 on" in await ask(env, "view", path="src/m.py", first=9)
