@@ -25,5 +25,6 @@ async def train(run: Run) -> None:
             await run.publish(version=batch.step)
             await run.finish(batch, rows, update)
             if run.stop:
+                await run.save(batch.step)
                 return
         await run.leave()

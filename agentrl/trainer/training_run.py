@@ -83,8 +83,14 @@ class Run:
         if not self.leaving() or step == self.config.steps:
             return
         self.log.reporter.note(f"no server can answer any more: step {step + 1} is left unfinished")
+        if step > 0:
+            await self.save(step)
+
+    async def save(self, step: int) -> None:
+        """Save a complete step before the run ends, unless that was done when it was finished."""
         await self.checkpoints.saved()
-        if step > 0 and not self.checkpoints.has(step):
+        if not self.checkpoints.has(step):  # the run was asked to stop after `finish` had looked
+            self.in_step.pause("checkpoint")
             await self.checkpoints.save(step)
 
     async def publish(self, version: int) -> None:

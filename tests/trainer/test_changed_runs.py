@@ -27,6 +27,7 @@ from agentrl.run_folder.records import read_episodes, read_metrics
 from agentrl.run_folder.store import RunStore
 from agentrl.trainer.replay import replay
 from agentrl.trainer.run import train_run
+from agentrl.trainer.signals import StopRequest
 from tests.trainer.test_mixture import TINY, StopAfter
 
 ENV = '''
@@ -552,6 +553,27 @@ def test_a_run_is_finished_although_lines_and_its_summary_were_lost(tmp_path: Pa
     assert (summary.steps, summary.finished) == (3, True)
     assert any("metrics.jsonl lacks 2 of the 3 steps" in note for note in told.notes)
     assert any("summary.json cannot be read" in note for note in told.notes)
+
+
+class Late(Silent):
+    """Asks the run to stop once its first step is complete, when the display waits for episodes again."""
+
+    def __init__(self) -> None:
+        self.stop, self.done = StopRequest(), False
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        self.done = True
+
+    def within(self, doing: str, done: int | None = None, total: int | None = None) -> None:
+        if self.done and doing == "episodes" and not self.stop:
+            self.stop.ask("the user")
+
+
+def test_a_run_that_is_asked_to_stop_at_the_end_of_a_step_saves_it():
+    late = Late()
+    summary = run(settings(steps=3, checkpoint={"every": 3}), "runs/letters", late, stop=late.stop)
+    assert (summary.steps, summary.finished) == (1, False)
+    assert checkpoints.steps_saved(Path("runs/letters/checkpoints")) == [1]
 
 
 def test_what_ended_a_run_is_in_its_folder():
