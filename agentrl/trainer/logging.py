@@ -35,7 +35,7 @@ def logging(config: RunConfig, store: RunStore, note: Callable[[str], None]) -> 
 def rewind(config: RunConfig, store: RunStore, loggers: LogFeed, done: int) -> None:
     """Forget what came after the checkpoint of step `done`, and start the loggers there."""
     store.rewind(done)
-    first = done + 1 if any(line["step"] == 0 for line in store.metrics()) else 0
+    first = done + 1 if done or store.metrics() else 0
     settings = without_secrets(config.model_dump(mode="json"))
     name = config.name or store.path.name
     loggers.start(RunInfo(name, store.path / "loggers", settings, first, store.resumed))

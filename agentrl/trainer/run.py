@@ -178,13 +178,14 @@ async def _train(setting: _Setting, content: Content, code: CheckedCode) -> None
         async with contextlib.AsyncExitStack() as stack:
             stack.push(StoppedEarly.ends)
             run = await _make_run(stack, setting, content, start)
-            if not any(line["step"] == 0 for line in store.metrics()) and not setting.stop:
+            done = run.scheduler.admission.next_step - 1
+            if not done and not store.metrics() and not setting.stop:
                 before = await unless_stopped(setting.stopping, run.evaluation.after(0))
                 before = {"warmup_seconds": warmup_seconds, **before}
                 store.log_metrics(0, before)
                 setting.loggers.metrics(0, before)
             if not setting.stop:
-                await run.evaluation.catch_up(store.metrics())
+                await run.evaluation.catch_up([line for line in store.metrics() if line["step"] == done])
                 code.record(store)
                 store.adopt()
                 run.begin()

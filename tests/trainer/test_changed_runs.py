@@ -555,6 +555,15 @@ def test_a_run_is_finished_although_lines_and_its_summary_were_lost(tmp_path: Pa
     assert any("summary.json cannot be read" in note for note in told.notes)
 
 
+def test_a_run_without_its_first_lines_does_not_evaluate_later_weights_as_those_before_training():
+    run(settings(), "runs/letters")
+    lines = Path("runs/letters/metrics.jsonl").read_text().splitlines(keepends=True)
+    Path("runs/letters/metrics.jsonl").write_text("".join(lines[1:]))
+    summary = run(settings(steps=3), "runs/letters")
+    assert [line["step"] for line in read_metrics(Path("runs/letters"))] == [1, 2, 3]
+    assert (summary.held_out_reward_before, summary.finished) == (None, True)
+
+
 class Late(Silent):
     """Asks the run to stop once its first step is complete, when the display waits for episodes again."""
 

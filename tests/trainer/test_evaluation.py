@@ -110,6 +110,17 @@ def test_an_evaluation_that_was_cut_runs_again_on_resume(tmp_path: Path):
     assert ["held_out" in line for line in read_metrics(tmp_path / "r")] == [True, False, True, False, True]
 
 
+@pytest.mark.timeout(180)
+def test_an_evaluation_that_was_cut_does_not_run_again_with_the_weights_of_a_later_step(tmp_path: Path):
+    config = settings(eval={"tasks": 3, "every": 2, "background": True}, checkpoint={"every": 1})
+    assert not run(config, tmp_path / "r", StopAfter(3)).finished
+    lines = [line for line in raw(tmp_path / "r") if line["step"] < 3 and not line.get("late")]  # the rest is lost
+    (tmp_path / "r" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run(config, tmp_path / "r").finished
+    found = {line["step"]: "held_out" in line for line in read_metrics(tmp_path / "r")}
+    assert found == {0: True, 1: False, 2: False, 4: True}
+
+
 def test_the_best_checkpoint_stays_until_its_evaluation_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Training goes on for two steps, each with a checkpoint, before the score of step 3 is known."""
     ended, play = asyncio.Event(), InBackground._play
