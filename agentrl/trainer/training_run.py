@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -44,6 +44,7 @@ class Run:
     in_step: InStep
     stop: StopRequest
     check: WeightCheck | None = None
+    _published: int = 0
     _mark: float = field(default_factory=time.monotonic)
     _seconds: dict[str, float] = field(default_factory=dict)
 
@@ -104,6 +105,7 @@ class Run:
             await self.engine.update_weights(await sent_weights(self.config, self.learner), version=version)
         if self.check is not None:
             self._seconds["sync_gap"] = await self.check.gap(version)
+        self._published = version
 
     async def finish(self, batch: Batch, rows: TrainingRows, update: StepResult) -> None:
         """Log the step, and evaluate and save when due. A step beyond the drift gate is logged, but not saved.
@@ -124,7 +126,7 @@ class Run:
         except AgentRLError:
             self.log.step(step, metrics)
             raise
-        metrics |= await self.evaluation.after(step)
+        metrics |= await self._evaluated(step)
         self.log.step(step, metrics)
         if last or self.stop or (config.checkpoint.every and step % config.checkpoint.every == 0):
             self.in_step.pause("checkpoint")
@@ -133,6 +135,13 @@ class Run:
         self.log.draw()
         self.in_step.taken(batch)
         self._mark = time.monotonic()
+
+    async def _evaluated(self, step: int) -> Mapping[str, float]:
+        """Evaluate if that is due, unless the run is to stop and no server can answer with these weights."""
+        if self._published == step:
+            with suppress(StoppedEarly):
+                return await unless_stopped(self.leaving, self.evaluation.after(step))
+        return {}
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

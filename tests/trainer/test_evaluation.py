@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from agentrl.config.run import AlgorithmConfig, RunConfig
+from agentrl.engine.base import Engine
 from agentrl.env import ToolEnv
 from agentrl.errors import ConfigError
 from agentrl.reporting.display import PlainDisplay
@@ -23,12 +25,13 @@ from agentrl.rollout.content import load_content
 from agentrl.run_folder.records import read_metrics
 from agentrl.run_folder.run_reader import RunReader
 from agentrl.run_folder.store import RunStore
+from agentrl.trainer import held_out
 from agentrl.trainer.algorithm import Algorithm
 from agentrl.trainer.evaluation import check_background
 from agentrl.trainer.held_out import EvalSet, HeldOut, InBackground
 from agentrl.trainer.in_step import InStep
 from agentrl.trainer.run import train_run
-from agentrl.types import Episode, StopReason, Task
+from agentrl.types import Episode, Group, StopReason, Task
 from tests.trainer.test_mixture import TINY, StopAfter, of_env, run
 from tests.trainer.test_samples import group
 
@@ -119,6 +122,28 @@ def test_an_evaluation_that_was_cut_does_not_run_again_with_the_weights_of_a_lat
     assert run(config, tmp_path / "r").finished
     found = {line["step"]: "held_out" in line for line in read_metrics(tmp_path / "r")}
     assert found == {0: True, 1: False, 2: False, 4: True}
+
+
+@pytest.mark.parametrize("lost_in", ["update", "evaluation"])
+def test_a_stop_that_ends_the_servers_saves_the_step_without_its_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost_in: str
+):
+    async def lost(*_: object, **given: object) -> list[Group]:
+        if given.get("label") == "held-out-0":
+            return await play(*_, **given)
+        monkeypatch.setattr(Engine, "ready", property(lambda engine: False))
+        signal.raise_signal(signal.SIGTERM)
+        return await asyncio.get_running_loop().create_future()
+
+    play = held_out.collect
+    config = settings(eval={"tasks": 3, "every": 1})
+    name = "training_run.sent_weights" if lost_in == "update" else "held_out.collect"
+    monkeypatch.setattr(f"agentrl.trainer.{name}", lost)
+    assert run(config, tmp_path / "r").steps == 1
+    monkeypatch.undo()
+    assert ["held_out" in line for line in read_metrics(tmp_path / "r")] == [True, False]
+    assert run(config, tmp_path / "r").finished
+    assert ["held_out" in line for line in read_metrics(tmp_path / "r")] == [True, False, True, True, True]
 
 
 def test_the_best_checkpoint_stays_until_its_evaluation_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
