@@ -44,10 +44,15 @@ def no_reward(env: Env, episodes: Iterable[Episode]) -> str:
 
 
 class RewardWatch:
-    """Stops a run that has seen no reward in its first steps."""
+    """Stops a run that has seen no reward in its first steps.
 
-    def __init__(self, env: Env) -> None:
-        self._env, self._without, self._over = env, 0, False
+    Args:
+        env: any of its kind.
+        over: whether a step before had a reward, if the run was resumed.
+    """
+
+    def __init__(self, env: Env, over: bool = False) -> None:
+        self._env, self._without, self._over = env, 0, over
         self._steps = STEPS_RARE if env.declared_rewards() is None else STEPS
 
     def see(self, step: int, episodes: Iterable[Episode]) -> None:

@@ -363,7 +363,7 @@ def _step_log(setting: _Setting, content: Content) -> StepLog:
         setting.store,
         setting.reporter,
         {
-            name: RewardWatch(part.make_env())
+            name: RewardWatch(part.make_env(), _rewarded_before(setting.store, name))
             for name, part in content.by_env.items()
             if _needs_rewards(setting.config.by_env[name])
         },
@@ -372,6 +372,11 @@ def _step_log(setting: _Setting, content: Content) -> StepLog:
         setting.examiner,
         setting.loggers,
     )
+
+
+def _rewarded_before(store: RunStore, env: str) -> bool:
+    """Whether an env gave a reward in the steps before; its name is empty if it is the only one."""
+    return any(line.get(f"env/{env}/reward" if env else "reward") for line in store.metrics())
 
 
 def _needs_rewards(config: RunConfig) -> bool:

@@ -564,6 +564,40 @@ def test_a_run_without_its_first_lines_does_not_evaluate_later_weights_as_those_
     assert (summary.held_out_reward_before, summary.finished) == (None, True)
 
 
+PAYS = """
+from pathlib import Path
+
+from agentrl import Task, TextEnv
+
+
+class Pays(TextEnv):
+    \"\"\"Say a letter.\"\"\"
+
+    @classmethod
+    def tasks(cls, split, seed, size=20):
+        return [Task(f"{split}-{n}", {"number": n}) for n in range(size)]
+
+    def setup(self, number: int) -> str:
+        return f"Say something about {number}"
+
+    def reply(self, text):
+        return None
+
+    async def score(self, episode):
+        return {"paid": 1.0} if Path("pays").exists() else {}
+"""
+
+
+def test_a_run_that_had_rewards_is_resumed_although_the_next_steps_have_none():
+    Path("pays.py").write_text(PAYS)
+    Path("pays").touch()
+    env = {"use": f"{Path.cwd()}/pays.py:Pays"}
+    run(settings(steps=1, env=env), "runs/pays")
+    Path("pays").unlink()
+    assert run(settings(steps=5, env=env), "runs/pays").finished
+    assert [line["reward"] for line in read_metrics(Path("runs/pays"))[1:]] == [1, 0, 0, 0, 0]
+
+
 class Late(Silent):
     """Asks the run to stop once its first step is complete, when the display waits for episodes again."""
 
