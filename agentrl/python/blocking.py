@@ -83,20 +83,20 @@ def iterate(make: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
         make: called on the other thread. The generator is closed when the iteration ends early.
     """
     items: Queue[T | _End] = Queue(maxsize=1)
-    loop, wanted = asyncio.new_event_loop(), threading.Event()
+    loop = asyncio.new_event_loop()
 
     async def produce() -> None:
         generator = make()
         async with aclosing(generator) as found:  # type: ignore[type-var]
             async for item in found:
-                if wanted.is_set():
-                    return
                 await asyncio.to_thread(items.put, item)
+
+    producing = loop.create_task(produce())
 
     def work() -> None:
         error = None
         try:
-            loop.run_until_complete(produce())
+            loop.run_until_complete(producing)
         except BaseException as e:  # handed over
             error = e
         finally:
@@ -113,7 +113,8 @@ def iterate(make: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
         if item.error is not None:
             raise item.error
     finally:
-        wanted.set()
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(producing.cancel)  # it may be waiting for its next item
         while thread.is_alive():
             with suppress(Exception):
                 items.get(timeout=0.1)

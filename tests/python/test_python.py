@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -27,6 +27,7 @@ from agentrl import TextEnv, ToolEnv, reward, tool
 from agentrl.config.loggers import LoggerConfig
 from agentrl.envs.calculator import Calculator
 from agentrl.importing import load_object, name_object
+from agentrl.python.blocking import iterate
 from agentrl.reporting.loggers.make import make_loggers
 from agentrl.reporting.loggers.protocol import RunInfo, SampleEpisode
 from agentrl.run_folder.records import read_metrics
@@ -763,3 +764,19 @@ def test_a_process_forked_after_a_run_trains_and_plays():
     )
     assert done.stdout.splitlines()[-1] == "exit codes 0 0", done.stdout + done.stderr
     assert "torch computes with one thread" in done.stdout
+
+
+def test_leaving_an_iteration_does_not_wait_for_the_next_item():
+    closed = []
+
+    async def items() -> AsyncIterator[int]:
+        try:
+            yield 1
+            await asyncio.Event().wait()
+        finally:
+            closed.append(True)
+
+    found = iterate(items)
+    assert next(found) == 1
+    found.close()
+    assert closed == [True]
