@@ -178,6 +178,7 @@ async def _train(setting: _Setting, content: Content, code: CheckedCode) -> None
         async with contextlib.AsyncExitStack() as stack:
             stack.push(StoppedEarly.ends)
             run = await _make_run(stack, setting, content, start)
+            stack.push_async_exit(run.checkpoints.end)
             done = run.scheduler.admission.next_step - 1
             if not done and not store.metrics() and not setting.stop:
                 before = await unless_stopped(setting.stopping, run.evaluation.after(0))

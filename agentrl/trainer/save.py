@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 from safetensors import SafetensorError
 
@@ -86,6 +87,13 @@ class Checkpoints:
         saving, self._saving = self._saving, None
         if saving is not None:
             await saving
+
+    async def end(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """As the exit of a context: an error that ends the run, but not an abort, waits for `saved`."""
+        if isinstance(error, Exception) and self._saving is not None:
+            await asyncio.wait({self._saving})
 
 
 def _look(saving: asyncio.Future[None]) -> None:

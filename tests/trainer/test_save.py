@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +15,13 @@ from typing import Any
 import pytest
 
 from agentrl.config.run import CheckpointConfig
+from agentrl.learner.learner import Learner
+from agentrl.reporting.report import Silent
+from agentrl.run_folder.checkpoints import steps_saved
 from agentrl.trainer import save
 from agentrl.trainer.save import Checkpoints
+from tests.trainer.test_evaluation import settings
+from tests.trainer.test_mixture import run
 
 
 async def test_one_that_fails_prints_no_traceback_when_another_error_ends_the_run(
@@ -57,3 +63,33 @@ async def test_one_that_fails_prints_no_traceback_when_another_error_ends_the_ru
     gc.collect()
     await asyncio.sleep(0)
     assert said == []
+
+
+def test_an_error_that_ends_the_run_waits_for_the_checkpoint_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Ranks on Ray are ended with the learner, and would end what they write."""
+    failed, happened, write, close = threading.Event(), list[str](), Learner._write, Learner.close
+
+    class Fails(Silent):
+        def step(self, metrics: Mapping[str, float]) -> None:
+            if metrics.get("step") == 2:
+                failed.set()
+                raise RuntimeError("no more")
+
+    def slowly(learner: Learner, directory: Path) -> None:
+        failed.wait()
+        write(learner, directory)
+        happened.append("written")
+
+    async def closed(learner: Learner) -> None:
+        happened.append("closed")
+        await close(learner)
+
+    monkeypatch.setattr(Learner, "_write", slowly)
+    monkeypatch.setattr(Learner, "close", closed)
+    config = settings(checkpoint={"every": 1, "background": True})
+    with pytest.raises(RuntimeError, match="no more"):
+        run(config, tmp_path / "r", Fails())
+    assert happened == ["written", "closed"]
+    assert steps_saved(tmp_path / "r" / "checkpoints") == [1]
