@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import AsyncIterator
 
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
 
 from agentrl.engine.servers.http import HttpServer, ServerLost
+from agentrl.serve.listen import running
 from agentrl.testing.sglang_server import LoopbackServer
 
 
@@ -93,4 +100,27 @@ async def test_a_stream_has_ended_when_it_says_so() -> None:
         there.break_after = 2
         with pytest.raises(ServerLost):
             [event async for event in server.events("/generate", body)]
+        await server.close()
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["lf", "crlf"])
+async def test_an_event_ends_at_a_line_break_and_not_at_what_unicode_calls_one(end: str) -> None:
+    """Servers write the sampled text as it is, and a policy may sample any character."""
+    sent = [
+        {"text": "one\u2028two\u2029three\u0085four", "output_ids": [1]},
+        {"text": "\u2028", "output_ids": [2]},
+    ]
+
+    async def pieces() -> AsyncIterator[bytes]:
+        lines = [json.dumps(event, ensure_ascii=False) for event in sent] + ["[DONE]"]
+        data = "".join(f"data: {line}{end}{end}" for line in lines).encode()
+        for at in range(0, len(data), 7):  # also in the middle of a character
+            yield data[at : at + 7]
+
+    async def answer(request: Request) -> StreamingResponse:
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    async with running(Starlette(routes=[Route("/generate", answer, methods=["POST"])])) as address:
+        server = HttpServer(address, timeout_s=20)
+        assert [event async for event in server.events("/generate", {})] == sent
         await server.close()

@@ -166,7 +166,7 @@ class HttpServer:
                 if not answer.is_success:
                     await answer.aread()
                     raise self._refused(path, answer)
-                async for line in answer.aiter_lines():
+                async for line in _lines(answer):
                     if not line.startswith("data:"):
                         continue
                     data = line.removeprefix("data:").strip()
@@ -225,6 +225,16 @@ class HttpServer:
             said = f"redirects to {answer.headers.get('location', '')[:200]!r}; give the address behind it"
         kind = ServerLost if status >= 500 or status == 429 else ServerRefused
         return kind(f"{self.url}{path}: HTTP {status}: {said}", status)
+
+
+async def _lines(answer: httpx.Response) -> AsyncIterator[str]:
+    """The lines of an event stream. `aiter_lines` also ends a line at U+2028, which JSON text may contain."""
+    rest = ""
+    async for text in answer.aiter_text():
+        *lines, rest = (rest + text).split("\n")
+        for line in lines:
+            yield line
+    yield rest
 
 
 class Transport(httpx.AsyncBaseTransport):
