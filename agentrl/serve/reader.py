@@ -10,7 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.chat.detokenizer import Detokenizer
-from agentrl.chat.parsers.parser import Begun, Event, Fragment, Malformed, ParsedCall, Reasoning, Text, collect
+from agentrl.chat.parsers.parser import (
+    Begun,
+    Event,
+    Fragment,
+    Malformed,
+    ParsedCall,
+    Reasoning,
+    Text,
+    collect,
+    read_json,
+)
 from agentrl.chat.template import Renderer, to_message
 from agentrl.serve.conversations import arguments_text
 from agentrl.serve.turns import Incoming
@@ -165,7 +175,7 @@ class MessageReader:
         self._text: list[str] = []
         self._events: list[Event] = []
         self._said = _Said()
-        self._unsettled = 0  # calls that have started and are incomplete
+        self._begun: list[int] = []  # calls that have started and are incomplete, by index
         self._called = False  # its only call is complete
         self._whole_at_once = False
 
@@ -239,14 +249,13 @@ class MessageReader:
         if isinstance(event, Reasoning):
             return [ReasoningDelta(event.text)] if event.text else []
         if isinstance(event, Begun):
-            self._unsettled += 1
             index = len(self._said.calls)
+            self._begun.append(index)
             return [CallBegun(index, self._call_id(index), event.name)]
         if isinstance(event, Fragment):
             return [ArgumentsDelta(len(self._said.calls) - 1, event.text)]
         if isinstance(event, Malformed):
-            if self._unsettled:
-                self._unsettled -= 1
+            if self._begun:
                 self._called = self._one_call  # the client has it
             return []
         return self._whole(event)
@@ -256,12 +265,20 @@ class MessageReader:
         if not self._read_calls:
             return [ContentDelta("".join(self._text)[slice(*call.span)])]
         self._called = self._one_call
-        if self._unsettled:
-            self._unsettled -= 1
+        if self._has_been_told(call):
             return []
         index = len(self._said.calls)
         arguments = arguments_text(ToolCall("", call.name, call.arguments))
         return [CallBegun(index, self._call_id(index), call.name), ArgumentsDelta(index, arguments)]
+
+    def _has_been_told(self, call: ParsedCall) -> bool:
+        """Whether it is one of the calls that have started; those before it have turned out malformed."""
+        for place, index in enumerate(self._begun):
+            _, name, pieces = self._said.calls[index]
+            if name.strip() == call.name and read_json("".join(pieces)).value == call.arguments:
+                del self._begun[: place + 1]
+                return True
+        return False
 
     def _note(self, delta: Delta) -> None:
         if isinstance(delta, ContentDelta):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers.decoders import ByteFallback, Fuse, Metaspace
@@ -13,6 +16,7 @@ from agentrl.chat.detokenizer import Detokenizer
 from agentrl.chat.template import Renderer
 from agentrl.serve.reader import ContentDelta, MessageReader, TextReader
 from agentrl.serve.turns import Incoming
+from tests.chat.families import FAMILIES
 from tests.serve.serve_kit import TOOLS
 
 PIECES = st.one_of(st.text(max_size=3).map(str.encode), st.binary(max_size=5))
@@ -119,3 +123,45 @@ def test_a_stop_text_ends_an_answer_as_if_nothing_came_after_it(
 
     stop = WRITTEN[cut : cut + size]
     assert read(WRITTEN, stop) == read(WRITTEN[: WRITTEN.index(stop)])
+
+
+A, B = '{"name": "add", "arguments": {"a": 1}}', '{"name": "sub", "arguments": {"b": 2}}'
+FORMS = [
+    '{"arguments": {"a": 1}, "name": "add"}',
+    '{"name": "add", "arguments": "{\\"a\\": 1}"}',
+    '{"arguments": {"a": [1, {"name": "inner", "arguments": {}}]}, "name": "add"}',
+    '{"name": 5, "arguments": {"a": 1}}',
+    "null",
+]
+"""What may stand in a list of calls in place of A; the last two are no calls."""
+MIXED = {
+    "hunyuan": [f"<tool_calls>[{before}{form}, {B}]</tool_calls>" for form in FORMS for before in ("", f"{A}, ")],
+    "mistral": [f"[TOOL_CALLS][{form}, {B}]" for form in FORMS],
+    "llama3_json": [f"{form}; {B}".replace("arguments", "parameters") for form in FORMS[:4]],
+    "deepseek_v31": [
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁call▁end｜>"
+        '<｜tool▁call▁begin｜>sub<｜tool▁sep｜>{"b": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    ],
+}
+"""Well-formed calls next to others, by family."""
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_calls_next_to_one_in_another_form_come_once_and_in_their_order(name: str, tmp_path: Path):
+    family = next(family for family in FAMILIES if family.name == name)
+    renderer = Renderer.from_directory(family.directory(tmp_path))
+    for text in MIXED[name]:
+        ids = renderer.vocabulary.encode_raw(text)
+        plain, stream = (MessageReader(renderer, tools=TOOLS, call_id=lambda index: f"call_{index}") for _ in "12")
+        plain.feed_all(ids)
+        for id in ids:
+            stream.feed(id)
+        for reader in (plain, stream):
+            reader.close()
+            sent = reader.sent()
+            told = [
+                (call.name, json.loads(raw))
+                for call, raw in zip(sent.message.tool_calls, sent.raw_arguments, strict=True)
+            ]
+            parsed = renderer.parse(ids, tools=TOOLS, thinking=False, number=0)
+            assert told == [(call.name, call.arguments) for call in parsed.tool_calls], text

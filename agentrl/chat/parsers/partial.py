@@ -24,16 +24,23 @@ class PartialCalls:
         self._depth = 0
         self._in_string = False
         self._open = False
+        self._overtaken = False
         self.any = False
         """Whether a call has started."""
 
     def read(self, body: str) -> list[Begun | Fragment]:
-        """Return what is new in `body`, which extends the previous one."""
+        """Return what is new in `body`, which extends the previous one.
+
+        Calls are told in their order: none is after one in another form, such as one whose name comes last.
+        """
         events: list[Begun | Fragment] = []
-        while True:
+        while not self._overtaken:
             if not self._open:
                 head = self._head.search(body, self._at)
                 if head is None:
+                    return events
+                if "{" in body[self._at : head.start()]:
+                    self._overtaken = True
                     return events
                 self._open = self.any = True
                 self._at = self._told = head.end()
@@ -45,6 +52,7 @@ class PartialCalls:
                 self._told = end
             if self._open:
                 return events
+        return events
 
     def _scan(self, body: str) -> None:
         """Advance to the brace that closes the arguments, or to the end of the available text."""
