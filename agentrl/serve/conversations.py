@@ -137,8 +137,8 @@ class Conversations:
             self._known.turns.move_to_end(same.number)
             found, matched, drift, conversation = same, Matched.TOKENS, (), same.conversation
             last = max(n for n, one in enumerate(incoming) if one.message.role == "assistant")
-            ids, branch = branch.ids, same.branch.fork()
-            branch.resume(ids, messages[last + 1 :] or messages[-1:])
+            ids, thinking, branch = branch.ids, branch.thinking, same.branch.fork()
+            branch.resume(ids, messages[last + 1 :] or messages[-1:], thinking=thinking)
         self.drift.update(event.kind for event in drift)
         parent = None if found is None else found.number
         return Prompt(branch, parent, conversation, matched, drift, chains[-1] if chains else offered, offered)

@@ -154,6 +154,24 @@ def test_what_only_the_template_leaves_out_is_recognised_by_its_tokens(renderer:
     assert again.parent == turn.number
 
 
+@pytest.mark.parametrize("kept", [True, False], ids=["ledger", "no ledger"])
+def test_a_think_block_that_a_prompt_opens_is_known_behind_a_turn_recognised_by_its_tokens(
+    renderer: Renderer, tmp_path: Path, kept: bool
+):
+    make_renderer(tmp_path)
+    before, head, after = CHATML_TEMPLATE.rpartition("<|im_start|>assistant\\n")
+    opens = "' + ('<think>\\n' if messages[-1].role == 'tool' else '') + '"  # as Gemma 4 does
+    changed = Renderer.from_directory(tmp_path, template=before + head + opens + after)
+    assert not changed.habits.thinks
+    session = Conversations(changed, ledger=Transcript(changed) if kept else None)
+    request, _ = echo(session)
+    named = replace(request[1], message=replace(request[1].message, name="bob"))
+    prompt = session.prompt([request[0], named, *request[2:]], TOOLS)
+    assert prompt.matched is Matched.TOKENS
+    assert changed.decode(prompt.ids).endswith("<|im_start|>assistant\n<think>\n")
+    assert prompt.branch.thinking
+
+
 def test_of_several_turns_that_a_request_begins_with_the_longest_is_gone_on_from(renderer: Renderer):
     session = Conversations(renderer, max_tokens=10_000)
     ask = [incoming("user", "What is 2 plus 3?")]
