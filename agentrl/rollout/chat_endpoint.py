@@ -80,12 +80,12 @@ class ChatPlayer:
 
     async def ask(self, conversation: Conversation, episode: OpenEpisode, max_tokens: int) -> Reply:
         """Get one answer and count its tokens; the waiting time is not charged to the policy."""
-        episode.outside = f"{self.client.endpoint.address} ({self.client.endpoint.model})"
+        episode.outside.append(endpoint := f"{self.client.endpoint.address} ({self.client.endpoint.model})")
         try:
             reply = await conversation.answer(temperature=self.temperature, max_tokens=max_tokens)
         finally:  # unless the episode's own time ran out meanwhile
             if episode.clock is None or not episode.clock.expired():
-                episode.outside = ""
+                episode.outside.remove(endpoint)
         counts = {
             "usage/prompt_tokens": reply.prompt_tokens,
             "usage/completion_tokens": reply.completion_tokens,

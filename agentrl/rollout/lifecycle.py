@@ -93,7 +93,7 @@ class OpenEpisode:
         messages: the conversation if there is no transcript.
         tools: tool schemas shown to the policy, if they are not the env's.
         stop: why the episode ended; None while in progress.
-        outside: external service the episode is waiting for; a timeout there is an infrastructure failure, not a
+        outside: external services the episode is waiting for; a timeout there is an infrastructure failure, not a
             limit.
         clock: limits the turns; None before they begin.
         faults: errors the policy may have caused, by name; see `Episode`.
@@ -113,7 +113,7 @@ class OpenEpisode:
     solved: bool | None = None
     hint: str | None = None
     stop: StopReason | None = None
-    outside: str = ""
+    outside: list[str] = field(default_factory=list)
     clock: asyncio.Timeout | None = None
     faults: dict[str, str] = field(default_factory=dict)
     crash: str = ""
@@ -262,7 +262,7 @@ async def episode_clock(
         if outage_s() > before_s:
             raise InfraError(during_outage(timeout_s)) from None
         if episode.outside:
-            raise InfraError(f"{episode.outside} took longer than {timeout_s:g} s") from None
+            raise InfraError(f"{episode.outside[0]} took longer than {timeout_s:g} s") from None
         episode.stop = StopReason.TIMEOUT
     if not episode.began:
         raise InfraError(f"{type(episode.env).__name__}.reset took longer than {timeout_s:g} s")

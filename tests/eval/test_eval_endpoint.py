@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import math
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from agentrl.config.run import EnvConfig
 from agentrl.engine.chat_client import Endpoint
 from agentrl.env import tool
 from agentrl.envs.calculator import Calculator
-from agentrl.errors import ConfigError, EngineError
+from agentrl.errors import ConfigError, EngineError, InfraError
 from agentrl.eval.compare import compare
 from agentrl.eval.evaluate import EvalOptions, Subject, check_minimum, evaluate
 from agentrl.eval.result import EvalResult, Prices
@@ -86,6 +87,34 @@ def test_time_that_a_tool_takes_after_a_refused_question_is_the_episodes(tmp_pat
     with serving(Server(model, lambda number: full if number == 2 else None)) as server:
         result = play(server, tmp_path / "e", run=stuck, tasks=1)
     assert (result.stop_reasons, result.lost) == ({"timeout": 1}, 0)
+
+
+class Both(Calculator):
+    """Work it out, with two hints."""
+
+    @tool(timeout_s=600)
+    async def hint(self) -> str:
+        """Two hints."""
+        assert self.model is not None
+        first, second = await asyncio.gather(*(self.model.chat([Message("user", f"{n}?")]) for n in range(2)))
+        return f"{first.content} {second.content}"
+
+
+def test_a_question_that_is_answered_leaves_the_time_of_another_to_the_endpoint(tmp_path: Path):
+    gate = threading.Event()
+
+    def model(messages: Any) -> Any:
+        if messages[-1]["content"] == "1?":
+            gate.wait(20)
+        if len(messages) == 1:
+            return {"content": "Think."}
+        return {"tool_calls": [{"id": "c", "type": "function", "function": {"name": "hint", "arguments": "{}"}}]}
+
+    both = config(timeout_s=3, infra_retries=0).model_copy(update={"env": EnvConfig(use=f"{__name__}:Both")})
+    with serving(Server(model)) as server:
+        with pytest.raises(InfraError, match=r"v1 \(m\) took longer than 3 s"):
+            play(server, tmp_path / "e", run=both, tasks=1)
+        gate.set()
 
 
 def test_what_the_env_asks_the_model_is_paid_for_as_well(tmp_path: Path):
@@ -207,8 +236,6 @@ class TestTrouble:
         assert len(server.requests) == 1
 
     def test_time_that_the_endpoint_takes_is_not_the_policys(self, tmp_path: Path):
-        import threading
-
         gate = threading.Event()
 
         def slow(messages):
