@@ -195,8 +195,9 @@ class ChatClient:
         usage = answer.usage
         details = getattr(usage, "prompt_tokens_details", None)
         prompt = _count(usage, "prompt_tokens")
+        said = content if raw.content is None else read.message.content  # which may have been sent in parts
         reply = Reply(
-            replace(read.message, content=content, tool_calls=calls, parse_errors=errors),
+            replace(read.message, content=said, tool_calls=calls, parse_errors=errors),
             choices[0].finish_reason or "stop",
             prompt,
             _count(usage, "completion_tokens"),

@@ -112,3 +112,15 @@ async def test_every_call_is_answered_once_and_by_its_own_answer() -> None:
     ]
     assert [one.get("tool_call_id") for one in server.requests[2]["messages"][-2:]] == ["d", None]
     assert server.requests[2]["messages"][-1] == {"role": "user", "content": "for nobody"}
+
+
+async def test_an_answer_in_parts_is_their_text_and_is_sent_back_as_it_came() -> None:
+    parts = [{"type": "text", "text": "It is "}, {"type": "text", "text": "42."}]
+    drawn: list[Mapping[str, Any]] = [{"content": parts}, {"content": []}]
+    with serving(Server(lambda messages: drawn.pop(0))) as server:
+        async with asking(Endpoint(server.url, "m")) as client:
+            conversation = Conversation(client)
+            conversation.extend([Message("user", "What is it?")])
+            assert (await conversation.answer(temperature=0, max_tokens=9)).message.content == "It is 42."
+            assert (await conversation.answer(temperature=0, max_tokens=9)).message.content == ""
+    assert server.requests[1]["messages"][-1] == {"role": "assistant", "content": parts}
