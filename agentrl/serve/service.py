@@ -335,18 +335,14 @@ class Job:
             sampled = await generate(
                 service.engine, self.prompt.ids, order, reader, session=name, on_deltas=on_deltas
             )
+            async with session.lock:
+                return self._remember(number, reader, sampled)
         except StructureRefused as e:
             param = "response_format" if ask.format else "tool_choice"
             raise unsupported(param, f"the inference server cannot use its grammar: {e}") from None
-        except BaseException:
-            if not index and not session.remembers(name):  # it will never be forgotten, so nothing else frees it
-                await service.engine.release(name)
-            raise
         finally:
-            if index:
+            if index or not session.remembers(name):  # then it will never be forgotten, so nothing else frees it
                 await service.engine.release(name)
-        async with session.lock:
-            return self._remember(number, reader, sampled)
 
     async def _order(self, index: int) -> CompletionOptions:
         ask = self.ask

@@ -11,12 +11,13 @@ import httpx
 import pytest
 
 from agentrl.chat.template import Renderer
-from agentrl.engine.base import GenerateOptions, TokenLogprob
+from agentrl.engine.base import EngineCapabilities, GenerateOptions, StructureRefused, TokenLogprob
 from agentrl.errors import EngineError
 from agentrl.serve import listen
+from agentrl.serve.service import Client, GenerationRequest
 from agentrl.testing.engine import ScriptedEngine
 from agentrl.types import Message
-from tests.serve.serve_kit import Served, serving
+from tests.serve.serve_kit import Served, incoming, serving
 
 GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "What is 2 plus 3?"}]}
 
@@ -222,6 +223,39 @@ async def test_a_client_that_vanishes_frees_its_slot(renderer: Renderer, stream:
             while engine.cancelled < 2 or served.service.gate.running:  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0.01)
         assert len(set(engine.released)) == 2, "both conversations: nobody goes on with them"
+
+
+class Illiterate(ScriptedEngine):
+    """As an inference server that cannot read a grammar."""
+
+    capabilities = EngineCapabilities(streaming=True, structures=True)
+
+    async def generate_streaming(self, *args: Any, **options: Any) -> Any:
+        raise StructureRefused("it has no grammars")
+
+
+async def test_a_request_whose_grammar_is_refused_leaves_nothing_in_the_engine(renderer: Renderer):
+    engine = Illiterate(renderer, [])
+    async with serving(engine, renderer) as served:
+        answer = await post(served, {**GOOD, "response_format": {"type": "json_object"}})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
+        assert len(engine.released) == 1
+
+
+async def test_a_client_that_vanishes_while_its_answer_is_kept_leaves_nothing_in_the_engine(renderer: Renderer):
+    engine = ScriptedEngine(renderer, ["5"])
+    async with serving(engine, renderer) as served:
+        job = await served.service.prepare(GenerationRequest([incoming("user", "?")]), Client(served.session))
+        async with served.session.lock:  # as while the prompt of another client is rendered
+            answering = asyncio.ensure_future(job.run())
+            async with asyncio.timeout(20):
+                while not engine._turns:  # noqa: ASYNC110 - as above
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+        assert served.session.turns == ()
+        assert len(engine.released) == 1
 
 
 class Unhurried(ScriptedEngine):
