@@ -150,6 +150,20 @@ async def test_streamed_function_calls_of_the_responses_api_are_incremental(rend
     assert events[-1].type == "response.completed"
 
 
+@pytest.mark.parametrize("said", ["<think>\nHm.\n</think>\n\n", "<think>\nHm.", "", "<think>\nHm.\n</think>\n\n5"])
+async def test_a_streamed_response_has_the_items_of_a_plain_one(renderer: Renderer, said: str):
+    engine = ScriptedEngine(renderer, lambda turn: said)
+    async with serving(engine, renderer) as served, client(served.base_url) as sdk:
+        plain = await sdk.responses.create(model="tiny", input="Hello?")
+        async with sdk.responses.stream(model="tiny", input="Hello?") as stream:
+            streamed = await stream.get_final_response()
+    items = [
+        [(item.type, [part.text for part in item.content]) for item in one.output] for one in (plain, streamed)
+    ]
+    assert items[0] == items[1]
+    assert items[0][-1] == ("message", ["5" if said.endswith("5") else ""])
+
+
 async def test_models_errors_and_headers_are_as_the_client_expects(renderer: Renderer):
     engine = ScriptedEngine(renderer, lambda turn: Message("assistant", "Yes."), max_context=200)
     async with serving(engine, renderer) as served, client(served.base_url) as sdk:

@@ -389,7 +389,8 @@ class ResponseWriter:
         """Return the events that complete every item and the response."""
         (one,) = spoken
         status = self._status(one)
-        events = [] if self._items else self._begin(_Open("message", fresh_id("msg_")))
+        answered = any(item.kind != "reasoning" for item in self._items)
+        events = [] if answered else self._begin(_Open("message", fresh_id("msg_")))
         for place, item in enumerate(self._items):
             where: Json = {"item_id": item.id, "output_index": place}
             if item.kind == "function_call":
