@@ -142,6 +142,12 @@ MIXED = {
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁call▁end｜>"
         '<｜tool▁call▁begin｜>sub<｜tool▁sep｜>{"b": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
     ],
+    "deepseek_v3": [
+        "<｜tool▁calls▁begin｜>"
+        '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>'
+        'function<｜tool▁sep｜>sub\n```json\n{"b": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    ],
+    "xlam": [f"[{A}, {B}]", f"[1, 2] is a list, and so is [{A}]", f"[5, {A}]"],
 }
 """Well-formed calls next to others, by family."""
 

@@ -135,6 +135,10 @@ class Xlam(JsonCalls):
     name = "xlam"
     blocks = ()
     at_start = ("[",)
+    call_head = re.compile(  # a list that begins otherwise is text
+        r'(?:\A\s*+\[|\}\s*+,)\s*+\{\s*+"name"\s*+:\s*+"(?P<name>[^"\\]++)"\s*+,\s*+"(?:arguments|parameters)"'
+        r"\s*+:\s*+(?=\{)"
+    )
 
     _looks = re.compile(r'\s*+\[\s*+\{\s*+"(?:name|arguments|parameters)"')
 

@@ -65,7 +65,9 @@ class DeepSeekV3(DeepSeekV31):
     """type <sep> name, then {json} in a fenced block."""
 
     name = "deepseek_v3"
-    call_head = re.compile(r"function\s*+<｜tool▁sep｜>\s*+(?P<name>[^`\s]++)\s*+```json\s*+(?=\{)")
+    call_head = re.compile(
+        r"<｜tool▁call▁begin｜>\s*+function\s*+<｜tool▁sep｜>\s*+(?P<name>[^`\s]++)\s*+```json\s*+(?=\{)"
+    )
 
     def one(self, text: str, span: Span) -> ParsedCall | Malformed:
         kind, found, rest = text.partition(self.separator)
