@@ -177,6 +177,7 @@ class MessageReader:
         self._said = _Said()
         self._begun: list[int] = []  # calls that have started and are incomplete, by index
         self._called = False  # its only call is complete
+        self._beyond = False  # another one has started after it
         self._whole_at_once = False
 
     @property
@@ -248,6 +249,10 @@ class MessageReader:
             return [ContentDelta(event.text)]
         if isinstance(event, Reasoning):
             return [ReasoningDelta(event.text)] if event.text else []
+        if isinstance(event, Begun | Fragment) and self._one_call and self._said.calls:
+            self._beyond |= isinstance(event, Begun)  # a list of calls, which is read at its end
+            if self._beyond:
+                return []
         if isinstance(event, Begun):
             index = len(self._said.calls)
             self._begun.append(index)

@@ -14,8 +14,9 @@ from tokenizers.decoders import Sequence as Decoders
 
 from agentrl.chat.detokenizer import Detokenizer
 from agentrl.chat.template import Renderer
-from agentrl.serve.reader import ContentDelta, MessageReader, TextReader
+from agentrl.serve.reader import CallBegun, ContentDelta, MessageReader, TextReader
 from agentrl.serve.turns import Incoming
+from agentrl.types import Message, ToolCall
 from tests.chat.families import FAMILIES
 from tests.serve.serve_kit import TOOLS
 
@@ -171,3 +172,18 @@ def test_calls_next_to_one_in_another_form_come_once_and_in_their_order(name: st
             ]
             parsed = renderer.parse(ids, tools=TOOLS, thinking=False, number=0)
             assert told == [(call.name, call.arguments) for call in parsed.tool_calls], text
+
+
+@pytest.mark.parametrize("name", ["hunyuan", "mistral", "mistral_args", "deepseek_v31", "llama3_json", "granite"])
+def test_a_client_that_wants_one_call_gets_the_first_one_of_a_list(name: str, tmp_path: Path):
+    family = next(family for family in FAMILIES if family.name == name)
+    renderer = Renderer.from_directory(family.directory(tmp_path))
+    said = Message("assistant", "", tuple(ToolCall(f"c0000000{n}", "add", {"a": n, "b": 2}) for n in range(2)))
+    ids = renderer.completion_ids(said, TOOLS)
+    reader = MessageReader(renderer, tools=TOOLS, one_call=True, call_id=lambda index: f"call_{index}")
+    told = [delta for id in ids for delta in reader.feed(id)] + reader.close()
+    assert [delta.index for delta in told if isinstance(delta, CallBegun)] == [0]
+    assert [json.loads(raw) for raw in reader.sent().raw_arguments] == [{"a": 0, "b": 2}]
+    message = reader.message(0)
+    assert message is not None
+    assert [call.arguments for call in message.tool_calls] == [{"a": 0, "b": 2}]
