@@ -308,7 +308,8 @@ class MessageReader:
         Args:
             number: index of the message in its transcript.
         """
-        parsed = collect(self._events)
+        calls = (n for n, event in enumerate(self._events, 1) if isinstance(event, ParsedCall))
+        parsed = collect(self._events[: next(calls, None)] if self._one_call else self._events)
         if self._read_calls and (not self.cut or (parsed.errors and self.stopped_by is None)):
             # Parsed as `Renderer.parse` does, except for a malformed call's text, which is not sent twice.
             return to_message(parsed, number) if self._whole_at_once and not parsed.errors else None

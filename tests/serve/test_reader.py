@@ -187,3 +187,17 @@ def test_a_client_that_wants_one_call_gets_the_first_one_of_a_list(name: str, tm
     message = reader.message(0)
     assert message is not None
     assert [call.arguments for call in message.tool_calls] == [{"a": 0, "b": 2}]
+
+
+def test_what_comes_after_the_only_call_is_not_in_its_message(tmp_path: Path):
+    family = next(family for family in FAMILIES if family.name == "mistral_args")
+    renderer = Renderer.from_directory(family.directory(tmp_path))
+    text = '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]sub[ARGS]{"b": 2}[TOOL_CALLS]add[ARGS]{"a"'
+    reader = MessageReader(renderer, tools=TOOLS, one_call=True, call_id=lambda index: f"call_{index}")
+    for id in renderer.vocabulary.encode_raw(text):
+        reader.feed(id)
+    reader.close()
+    message = reader.message(0)
+    assert message is not None
+    assert [call.name for call in message.tool_calls] == [call.name for call in reader.sent().message.tool_calls]
+    assert message.parse_errors == ()
