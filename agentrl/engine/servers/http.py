@@ -229,12 +229,14 @@ class HttpServer:
 
 async def _lines(answer: httpx.Response) -> AsyncIterator[str]:
     """The lines of an event stream. `aiter_lines` also ends a line at U+2028, which JSON text may contain."""
-    rest = ""
+    begun: list[str] = []
     async for text in answer.aiter_text():
-        *lines, rest = (rest + text).split("\n")
+        end, *lines = text.split("\n")
+        begun.append(end)
         for line in lines:
-            yield line
-    yield rest
+            yield "".join(begun)
+            begun = [line]
+    yield "".join(begun)
 
 
 class Transport(httpx.AsyncBaseTransport):
