@@ -91,9 +91,12 @@ class Judge:
     _slots: Slots = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._slots = Slots(self.max_concurrent)
         if problem := address_problem(self.url):
             raise ConfigError(f"judge {self.model}: url {self.address}: {problem}")
+        for name, least in (("max_concurrent", 1), ("max_tokens", 1), ("retries", 0)):
+            if (number := getattr(self, name)) < least:
+                raise ConfigError(f"judge {self.model}: {name}={number}: must be at least {least}")
+        self._slots = Slots(self.max_concurrent)
         if self.key_env and self.key_env not in os.environ:
             raise ConfigError(f"judge {self.model}: environment variable {self.key_env} is not set")
         if self.cache is not None and self.cache.is_file():
@@ -177,16 +180,18 @@ class Judge:
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
     async def _ask(self, wire: list[dict[str, str]], form: Mapping[str, Any] | None) -> str:
-        problem, usable, attempt, wait_s, status = "", True, 0, 0.0, 0
+        problem, usable, attempt, wait_s, status, without = "", True, 0, 0.0, 0, False
         while attempt <= self.retries:
             if attempt:
                 await asyncio.sleep(max(min(0.25 * 2**attempt, 10.0), wait_s))
             wait_s, status = 0.0, 0
-            with_form = form is not None and self._takes_form is not False
+            with_form = form is not None and self._takes_form is not False and not without
             try:
                 text = await self._once(wire, form if with_form else None)
                 if with_form:
                     self._takes_form = True
+                elif without and self._takes_form is None:
+                    self._takes_form = False  # the schema is what it refused
                 if text:
                     return text
                 problem, usable, status = "an empty answer", True, _FAILED
@@ -196,7 +201,7 @@ class Judge:
                 problem, usable, wait_s = error_text(e), True, retry_after(e)
                 status = getattr(e, "status_code", 0)
                 if with_form and self._takes_form is None and status in (*_REFUSED, 404, 501):
-                    self._takes_form = False  # older servers: retry without the schema
+                    without = True  # older servers: retry without the schema
                     continue
                 refused = status in (*_REFUSED, *_MODERATED)
                 if refused and await self._answers_others():

@@ -190,6 +190,16 @@ async def test_a_schema_is_asked_for_where_the_endpoint_takes_one(server):
     assert ["response_format" in body for body in server.seen] == [True, False, False]
 
 
+async def test_a_first_question_that_is_refused_for_its_text_leaves_the_schema_for_others(server):
+    judge = Judge(f"{server.url}/v1", "m", retries=0)
+    too_long = (400, {"error": "too long"})
+    server.plan = [too_long, too_long, (200, "OK")]
+    assert await judge.score("too long") == 0
+    server.plan, server.seen[:] = [(200, '{"score": 1}')], []
+    assert await judge.score("fine") == 1
+    assert "response_format" in server.seen[0]
+
+
 @pytest.mark.parametrize(
     ("answer", "high", "score"),
     [
@@ -359,6 +369,9 @@ async def test_what_an_author_gets_wrong_about_judges_is_said(server):
 
     with pytest.raises(ConfigError, match="judge= has no effect on a reward per group"):
         Group.spec()
+
+    with pytest.raises(ConfigError, match="judge m: max_concurrent=0: must be at least 1"):
+        Judge(f"{server.url}/v1", "m", max_concurrent=0)
 
 
 async def test_a_reward_that_runs_out_of_time_while_a_judge_hangs_is_infrastructure():
